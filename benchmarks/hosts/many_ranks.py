@@ -106,7 +106,7 @@ def job(ranks: int, timeout: float) -> Row:
 
 def elastic(ranks: int, timeout: float) -> Row:
     """Kills a worker, waits for the new worker, and checks all steps."""
-    from chaos.deeds import EAGER, Chaos
+    from chaos.faults import EAGER_PROGRAM, ChaosJob
     from support.launch import Jobs
 
     env = {k: os.environ.get(k, str(seconds)) for k, seconds in LIMITS.items()}
@@ -116,16 +116,16 @@ def elastic(ranks: int, timeout: float) -> Row:
     ):
         folder = Path(tempfile.mkdtemp(dir=name))
         times = [time.monotonic()]
-        chaos = Chaos(started.start, folder, ranks, env=env, program=EAGER)
-        training = chaos.wait_for(ranks, timeout)
+        chaos = ChaosJob(started.start, folder, ranks, env=env, program=EAGER_PROGRAM)
+        training = chaos.wait_for_workers(ranks, timeout)
         times.append(time.monotonic())
         chaos.wait_for_steps(20, timeout)
         times.append(time.monotonic())
         own, shared = zip(*map(memory, training.values()), strict=True)
         victim = sorted(training)[ranks // 2]
-        chaos.do("kill", victim, training[victim], random.Random())
+        chaos.inject("kill", victim, training[victim], random.Random())
         chaos.wait_for_steps(20, timeout)
-        chaos.wait_for(ranks, timeout)  # the new worker is among these ranks
+        chaos.wait_for_workers(ranks, timeout)  # the new worker is among these ranks
         times.append(time.monotonic())
         outcome = chaos.end(timeout)
         times.append(time.monotonic())

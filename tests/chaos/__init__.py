@@ -1,1 +1,1 @@
-"""Jobs whose workers are killed, frozen and slowed at random, and the proof."""
+"""Chaos tests: faults hit workers at random, and a checker verifies the training."""

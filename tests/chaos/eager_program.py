@@ -1,8 +1,8 @@
-"""eager_program.py FOLDER PAUSE: like program.py, with named operations on numpy.
+"""eager_program.py FOLDER PAUSE: like program.py, but with named operations on NumPy.
 
-No framework is imported, so newcomers start faster. Membership, recovery, pauses and
-the transfer of the state are those of program.py. After a loss, calls of the eager lane
-are repeated.
+The program imports no framework, so new workers start faster. Membership, recovery,
+pauses and the transfer of the state are those of program.py. The calls that run again
+after a loss are those of the eager lane.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ from chaos import numpy_model as model
 from chaos.loop import WORKER, Training
 from ringjax import eager
 
-if len(sys.argv) <= 3:  # checkpoints are Orbax's, which imports jax
+if len(sys.argv) <= 3:  # the third argument asks for checkpoints: Orbax imports jax
     from support import numpy_only
 
-    assert numpy_only  # this import refuses later imports of frameworks
+    assert numpy_only  # the module refuses later imports of frameworks
 
 
 def main() -> None:
     """Trains until FOLDER/stop exists."""
     training = Training()
-    params, momentum = model.first()
+    params, momentum = model.initial_state()
     state = ringjax.elastic.State(params=params, momentum=momentum, step=0)
 
     def train_step(state: Any) -> list[int]:
         grads = model.gradients(state.params, WORKER, state.step)
-        grads["who"] = model.marks(WORKER)  # all arrays in one call
+        grads["workers"] = model.marks(WORKER)  # all arrays in one call
         found = eager.grouped_allreduce(list(grads.values()), name="gradients")
         mean = dict(zip(grads, map(np.asarray, found), strict=True))
-        marks = mean.pop("who")
-        state.params, state.momentum = model.apply(state.params, state.momentum, mean)
-        return model.marked(marks)
+        marks = mean.pop("workers")
+        state.params, state.momentum = model.optimizer_step(
+            state.params, state.momentum, mean
+        )
+        return model.workers_marked_in(marks)
 
     training.run(
         *(state, train_step),
-        lambda note: eager.allreduce(note, op=ringjax.Sum, name="note"),
+        lambda flags: eager.allreduce(flags, op=ringjax.Sum, name="flags"),
         model.digest,
     )
 

@@ -1,8 +1,8 @@
 """The training loop of the programs of the chaos tests, and its trace.
 
-The loop trains until FOLDER/stop exists. After each step it appends a line to
+The loop trains until FOLDER/stop exists. After each step the loop appends a line to
 FOLDER/<worker>.jsonl with the workers that contributed and a digest of the parameters.
-Its pause, in seconds, stands for the rest of a training step.
+PAUSE, in seconds, stands for the rest of a training step.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ WORKER = int(os.environ.get("RINGJAX_WORKER", "0"))
 
 
 class Trace:
-    """The trace of this worker. Each line is written as a whole or not at all."""
+    """The trace of this worker. One write() per line: a kill rarely splits a line."""
 
     def __init__(self, folder: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._fd = os.open(folder / f"{WORKER}.jsonl", flags, 0o600)
 
     def write(self, **line: Any) -> None:
-        """Writes a line with the time of the machine's monotonic clock."""
+        """Appends a line with `t`, a time of the monotonic clock of the machine."""
         text = json.dumps({"t": round(time.monotonic(), 6), **line})
         os.write(self._fd, text.encode() + b"\n")
 
 
-def exhaust() -> None:
-    """Takes more memory than this process may have.
+def exhaust_memory() -> None:
+    """Allocates memory until the allocation raises MemoryError.
 
-    Raises:
-        MemoryError: as soon as there is no more.
+    The limit is 64 MiB above the mapped pages, because the native core and the
+    interpreter need some memory to report the error.
     """
-    # Leave some memory above the mapped pages, which core and interpreter need.
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (64 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -53,7 +52,7 @@ def exhaust() -> None:
 
 
 class Training:
-    """The loop of a program with the words `FOLDER PAUSE [CHECKPOINTS]`."""
+    """The loop of a program with the arguments `FOLDER PAUSE [CHECKPOINTS]`."""
 
     def __init__(self) -> None:
         self.folder, self.pause = Path(sys.argv[1]), float(sys.argv[2])
@@ -69,7 +68,7 @@ class Training:
         total: Callable[[Any], Any],
         digest: Callable[[Any], str],
     ) -> None:
-        """Makes steps until FOLDER/stop exists.
+        """Trains until FOLDER/stop exists.
 
         Args:
             state: the elastic state with `params` and `step`.
@@ -77,26 +76,26 @@ class Training:
             total: sums a small array over all ranks.
             digest: computes a hash of the parameters.
         """
-        more = {}
+        options = {}
         if self.checkpoints:
-            keeper = ringjax.elastic.Checkpointer(self.checkpoints, every=20)
-            more["checkpointer"] = keeper
+            checkpointer = ringjax.elastic.Checkpointer(self.checkpoints, every=20)
+            options["checkpointer"] = checkpointer
 
-        @ringjax.elastic.run(warm_up=step, **more)
+        @ringjax.elastic.run(warm_up=step, **options)
         def train(state: Any) -> int:
             epoch = runtime.epoch_info().epoch
             self.trace.write(event="begins", step=state.step, epoch=epoch)
             while True:
-                who = step(state)
-                # A short call beside the long one. Its sum also decides on all ranks
-                # together whether to end.
-                note = np.zeros(2, np.float32)
-                note[:] = ringjax.rank() == 0, (self.folder / "stop").exists()
-                leaders, stop = np.asarray(total(note))
+                contributors = step(state)
+                # A short call after the long call of the step, so that both routes run.
+                # All ranks receive the same sum, so they stop after the same step.
+                flags = np.zeros(2, np.float32)
+                flags[:] = ringjax.rank() == 0, (self.folder / "stop").exists()
+                leaders, stop = np.asarray(total(flags))
                 assert leaders <= 1, f"{leaders} ranks were rank 0 in step {state.step}"
                 self.trace.write(
                     step=state.step,
-                    who=who,
+                    workers=contributors,
                     digest=digest(state.params),
                     epoch=runtime.epoch_info().epoch,
                     size=ringjax.size(),
@@ -106,7 +105,7 @@ class Training:
                 if stop:
                     return int(state.step)
                 if (self.folder / f"full.{WORKER}").exists():
-                    exhaust()
+                    exhaust_memory()
                 time.sleep(self.pause)
                 state.commit()
 

@@ -1,11 +1,11 @@
-"""The model of the chaos tests: every step can be computed again bit by bit.
+"""The model of the chaos tests: one process can compute every step again, bit for bit.
 
-A worker's gradients are small whole numbers that depend on the worker, the step and the
-parameters. So their sums are exact in float32 in every order of addition. A step that
-is lost, done twice or done with other ranks changes all later steps, and one process
-can repeat the training of many. Adam and its state are as in any training. The mean is
-one division. The optimizer is a compiled program of its own, both in the ranks and in
-the repetition, because XLA might fuse it differently with the code before it.
+The gradients of a worker are small whole numbers that depend on the worker, the step
+and the parameters. Therefore their sums are exact in float32 in every order of
+addition, and a step that is lost, made twice or made with other ranks changes all later
+steps. The mean is one division, and the optimizer is Adam. The update of the optimizer
+is a compiled program of its own, both in the ranks and in the replay, because XLA might
+fuse the update differently with the code before it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ import numpy as np
 import optax
 
 from chaos import numpy_model
-from chaos.numpy_model import PLACES, SHAPES, digest, marked
+from chaos.numpy_model import MARK_SLOTS, SHAPES, digest, workers_marked_in
 
-__all__ = ["PLACES", "Replay", "apply", "digest", "first", "gradients"]
-__all__ += ["marked", "marks"]
+__all__ = ["MARK_SLOTS", "Replay", "digest", "gradients", "initial_state"]
+__all__ += ["marks", "optimizer_step", "workers_marked_in"]
 
-TX = optax.adam(0.125)
+OPTIMIZER = optax.adam(0.125)
 
 Tree = dict[str, Any]
 
 
-def first() -> tuple[Tree, Any]:
+def initial_state() -> tuple[Tree, Any]:
     """Parameters and the optimizer's state before step 0."""
     params = {
         name: jnp.full(shape, (i + 1) / 8, jnp.float32)
         for i, (name, shape) in enumerate(SHAPES.items())
     }
-    return params, TX.init(params)
+    return params, OPTIMIZER.init(params)
 
 
 def gradients(params: Tree, worker: Any, step: Any) -> Tree:
-    """Computes a worker's gradients of a step: whole numbers between -6 and 6."""
+    """Computes the gradients of a worker in a step: whole numbers between -6 and 6."""
     found = {}
     for i, (name, value) in enumerate(params.items()):
         index = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
@@ -54,15 +54,18 @@ def gradients(params: Tree, worker: Any, step: Any) -> Tree:
 
 
 def marks(worker: Any) -> Any:
-    """An array whose mean over workers shows them: a one and the worker's number."""
-    here = jnp.arange(PLACES) == worker % PLACES
-    return jnp.stack([here, here * worker]).astype(jnp.float32)
+    """Returns an array whose mean over workers shows which workers contributed.
+
+    Row 0 has a one, and row 1 the number of the worker, at the slot of the worker.
+    """
+    slot = jnp.arange(MARK_SLOTS) == worker % MARK_SLOTS
+    return jnp.stack([slot, slot * worker]).astype(jnp.float32)
 
 
 @jax.jit
-def apply(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
-    """Makes a step of the optimizer."""
-    updates, state = TX.update(mean, state, params)
+def optimizer_step(params: Tree, state: Any, mean: Tree) -> tuple[Tree, Any]:
+    """Returns the parameters and the optimizer state after the gradients `mean`."""
+    updates, state = OPTIMIZER.update(mean, state, params)
     return optax.apply_updates(params, updates), state
 
 
@@ -70,7 +73,7 @@ _gradients = jax.jit(gradients)
 
 
 class Replay(numpy_model.Replay):
-    """Repeats all steps in one process, with jax.
+    """Computes all steps in one process, with JAX.
 
     Example:
         >>> replay = Replay()
@@ -80,12 +83,12 @@ class Replay(numpy_model.Replay):
         False
     """
 
-    def _first(self) -> tuple[Tree, Any]:
-        return first()
+    def _initial_state(self) -> tuple[Tree, Any]:
+        return initial_state()
 
     def _gradients(self, worker: int) -> Tree:
         found: Tree = _gradients(self._params, jnp.int32(worker), jnp.int32(self.steps))
         return found
 
-    def _apply(self, mean: Tree) -> tuple[Tree, Any]:
-        return apply(self._params, self._state, mean)
+    def _optimizer_step(self, mean: Tree) -> tuple[Tree, Any]:
+        return optimizer_step(self._params, self._state, mean)

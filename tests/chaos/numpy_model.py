@@ -1,8 +1,8 @@
 """The model of the chaos tests that do not import jax; compare model.py.
 
-Gradients are small whole numbers again, and the optimizer is momentum, line by line in
-numpy, which rounds the same in every process. A newcomer needs a third of the time to
-start, so that more can be killed in an hour.
+Gradients are small whole numbers as in model.py. The optimizer is momentum in NumPy,
+which rounds equally in every process. A new worker starts in a third of the time that
+JAX needs, so a soak test can kill more workers in an hour.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
-PLACES = 8192  # a worker's mark is at its number modulo this; living workers differ
-SHAPES = {
-    "w": (257,),
-    "b": (33, 3),
-    "large": (9001,),
-}  # 37 kB: too large for inline data
+# The mark of worker n is in slot n % MARK_SLOTS. Far fewer workers live at one time, so
+# no two living workers have the same slot.
+MARK_SLOTS = 8192
+SHAPES = {"w": (257,), "b": (33, 3), "large": (9001,)}  # 37 kB, no inline data
 
 Array = np.ndarray[Any, Any]
 Tree = dict[str, Any]
 
 
-def first() -> tuple[Tree, Tree]:
+def initial_state() -> tuple[Tree, Tree]:
     """Parameters and momentum before step 0."""
     params = {
         name: np.full(shape, (i + 1) / 8, np.float32)
@@ -33,7 +31,7 @@ def first() -> tuple[Tree, Tree]:
 
 
 def gradients(params: Tree, worker: int, step: int) -> Tree:
-    """Computes a worker's gradients of a step: whole numbers between -6 and 6."""
+    """Computes the gradients of a worker in a step: whole numbers between -6 and 6."""
     found = {}
     salt = (worker * 69069 + step * 40503) % 2**32
     for i, (name, value) in enumerate(params.items()):
@@ -47,42 +45,43 @@ def gradients(params: Tree, worker: int, step: int) -> Tree:
 
 
 def marks(worker: int) -> Array:
-    """An array whose mean over workers shows them: a one and the worker's number."""
-    here = np.arange(PLACES) == worker % PLACES
-    return np.stack([here, here * worker]).astype(np.float32)
+    """Returns an array whose mean over workers shows which workers contributed.
+
+    Row 0 has a one, and row 1 the number of the worker, at the slot of the worker.
+    """
+    slot = np.arange(MARK_SLOTS) == worker % MARK_SLOTS
+    return np.stack([slot, slot * worker]).astype(np.float32)
 
 
-def marked(mean: Array) -> list[int]:
-    """The workers whose marks are in a mean. Checks that each contributed once."""
-    places = np.flatnonzero(mean[0])
-    share = np.float32(1) / np.float32(len(places))
-    assert (mean[0][places] == share).all(), (
-        f"a mean of {len(places)}: {mean[0][places]}"
-    )
-    return [round(float(x) * len(places)) for x in mean[1][places]]
+def workers_marked_in(mean: Array) -> list[int]:
+    """Returns the workers whose marks are in a mean; none may have been added twice."""
+    slots = np.flatnonzero(mean[0])
+    share = np.float32(1) / np.float32(len(slots))
+    assert (mean[0][slots] == share).all(), f"a mean of {len(slots)}: {mean[0][slots]}"
+    return [round(float(x) * len(slots)) for x in mean[1][slots]]
 
 
-def apply(params: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
-    """Makes a step of the optimizer."""
-    rate, kept = np.float32(1 / 64), np.float32(0.875)
-    momentum = {name: kept * momentum[name] + mean[name] for name in SHAPES}
+def optimizer_step(params: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
+    """Returns the parameters and the momentum after the gradients `mean`."""
+    rate, decay = np.float32(1 / 64), np.float32(0.875)
+    momentum = {name: decay * momentum[name] + mean[name] for name in SHAPES}
     params = {name: params[name] - rate * momentum[name] for name in SHAPES}
     return params, momentum
 
 
 def digest(params: Tree) -> str:
-    """A hash of all parameter bits: equal hashes mean equal parameters."""
+    """Hashes the bits of all parameters."""
     text = b"".join(np.asarray(params[name]).tobytes() for name in SHAPES)
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
 def mean_of(total: Array, ranks: int) -> Array:
-    """Divides a sum by the number of ranks like ringjax, with one rounding."""
+    """Divides a sum by the number of ranks with one rounding, as ringjax does."""
     return total / np.float32(ranks)
 
 
 class Replay:
-    """Repeats all steps in one process.
+    """Computes all steps in one process.
 
     Example:
         >>> replay = Replay()
@@ -94,24 +93,24 @@ class Replay:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._params, self._state = self._first()
+        self._params, self._state = self._initial_state()
 
     def step(self, workers: list[int]) -> str:
-        """Makes the next step with these workers; returns the parameters' digest."""
+        """Makes the next step with `workers`; returns the digest of the parameters."""
         total = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         for worker in workers:
             for name, part in self._gradients(worker).items():
                 total[name] += np.asarray(part)
         mean = {name: mean_of(x, len(workers)) for name, x in total.items()}
-        self._params, self._state = self._apply(mean)
+        self._params, self._state = self._optimizer_step(mean)
         self.steps += 1
         return digest(self._params)
 
-    def _first(self) -> tuple[Any, Any]:
-        return first()
+    def _initial_state(self) -> tuple[Any, Any]:
+        return initial_state()
 
     def _gradients(self, worker: int) -> Any:
         return gradients(self._params, worker, self.steps)
 
-    def _apply(self, mean: Tree) -> tuple[Any, Any]:
-        return apply(self._params, self._state, mean)
+    def _optimizer_step(self, mean: Tree) -> tuple[Any, Any]:
+        return optimizer_step(self._params, self._state, mean)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.deeds import Deed, check, quantile
+from chaos.faults import Fault, check, quantile
 from chaos.model import Replay
 
 # Worker 2 dies in step 3, and worker 4 joins in step 6.
@@ -21,7 +21,7 @@ def _traces() -> Traces:
     for step, who in enumerate(HISTORY):
         digest = replay.step(who)
         for worker in who:
-            line = {"t": step * 1.0, "step": step, "who": who, "digest": digest}
+            line = {"t": step * 1.0, "step": step, "workers": who, "digest": digest}
             traces.setdefault(worker, []).append({**line, "epoch": 0, "size": len(who)})
     return traces
 
@@ -30,17 +30,17 @@ def _check(folder: Path, traces: Traces) -> Any:
     for worker, trace in traces.items():
         text = "".join(json.dumps(line) + "\n" for line in trace)
         (folder / f"{worker}.jsonl").write_text(text)
-    return check(folder, [Deed(2.5, "kill", 2)])
+    return check(folder, [Fault(2.5, "kill", 2)])
 
 
 def test_what_is_right_is_accepted(tmp_path: Path) -> None:
     traces = _traces()
     traces[0].insert(0, {"t": 0, "event": "started"})
-    verdict = _check(tmp_path, traces)
-    assert verdict.steps == len(HISTORY)
-    assert (verdict.smallest, verdict.largest) == (2, 3)
-    assert verdict.recoveries == [0.5, 0.5]
-    assert verdict.pauses == [1.0]
+    result = _check(tmp_path, traces)
+    assert result.steps == len(HISTORY)
+    assert (result.smallest, result.largest) == (2, 3)
+    assert result.recoveries == [0.5, 0.5]
+    assert result.pauses == [1.0]
 
 
 def test_half_a_line_is_a_worker_that_was_killed(tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def _differ(traces: Traces) -> None:
 
 
 def _add_others(traces: Traces) -> None:
-    traces[1][4]["who"] = [0, 1, 2]
+    traces[1][4]["workers"] = [0, 1, 2]
 
 
 def _all_with_the_dead(traces: Traces) -> None:
     for worker in (0, 1):
-        traces[worker][3]["who"] = [0, 1, 2]
+        traces[worker][3]["workers"] = [0, 1, 2]
 
 
 def _stranger(traces: Traces) -> None:
@@ -93,8 +93,8 @@ def _back(traces: Traces) -> None:
         (_forget_step, "step 5 after step 3"),
         (_end_early_and_late, "step 2 after step 0"),
         (_repeat, "step 4 after step 4"),
-        (_differ, "other parameters"),
-        (_add_others, "added up other workers"),
+        (_differ, "parameters differ"),
+        (_add_others, "ranks summed workers"),
         (_all_with_the_dead, "not those of one process"),
         (_stranger, "not in its own sum"),
         (_back, "worker 0"),

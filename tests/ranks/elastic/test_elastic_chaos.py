@@ -1,10 +1,10 @@
-"""Chaos: workers die, freeze, leave, and training goes on without losing a step.
+"""Chaos: workers are killed, frozen or leave, and training loses no step.
 
-After every story, all steps are computed again in one process, see chaos/deeds.py. What
-`make soak` does for hours. A new worker may come before the next step, so it depends on
-the machine whether there is one with a rank less; that there is none with two less is
-that nobody else was lost. One story has compiled steps and a state of jax's arrays;
-the others are about the launcher, the coordinator and the core, and do without.
+Each test ends with `ChaosJob.end`, which computes all steps again in one process (see
+chaos/faults.py). `make soak` runs such faults for hours. A replacement may join before
+the next step, so no test expects a step with one rank less; a step with two ranks less
+would mean that another rank was lost, too. One test compiles its steps with JAX. The
+others test the launcher, the coordinator and the core, and do not need JAX.
 """
 
 from __future__ import annotations
@@ -19,105 +19,105 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.deeds import PROGRAM, Chaos, lines
+from chaos.faults import PROGRAM, ChaosJob, lines
 from support import leaks
 from support.handshakes import needs_tls
 from support.launch import StartJob
 
 from ringjax.elastic import Checkpointer
 
-SEED = 20  # decides the times of the deeds; their effects depend on the machine
+SEED = 20  # decides the times of faults; the effects of a fault depend on the machine
 
 
 @pytest.mark.timeout(150)
 def test_a_killed_worker_costs_no_step(start_job: StartJob, tmp_path: Path) -> None:
-    # The death must be noticed by the closed connection. The failure timeout, which
-    # notices silence, is longer than the test may take.
+    # The others must detect the kill by the closed connection: the failure timeout,
+    # which detects silence, is longer than the test may take.
     env = {"RINGJAX_FAILURE_TIMEOUT": "600"}
-    chaos = Chaos(start_job, tmp_path, np=3, env=env, program=PROGRAM)
-    training, chance = chaos.wait_for(3), random.Random(SEED)
-    chaos.do("kill", max(training), training[max(training)], chance)
+    chaos = ChaosJob(start_job, tmp_path, np=3, env=env, program=PROGRAM)
+    training, rng = chaos.wait_for_workers(3), random.Random(SEED)
+    chaos.inject("kill", max(training), training[max(training)], rng)
     chaos.wait_for_steps(50)
-    chaos.wait_for(3)  # another worker takes its place
-    verdict = chaos.end()
-    assert len(verdict.recoveries) == 2
-    assert verdict.smallest >= 2 and verdict.largest == 3
+    chaos.wait_for_workers(3)  # a replacement has joined
+    result = chaos.end()
+    assert len(result.recoveries) == 2
+    assert result.smallest >= 2 and result.largest == 3
 
 
 @pytest.mark.timeout(150)
-def test_all_but_one_die_and_rank_0_is_the_first(
+def test_all_ranks_but_one_are_killed_beginning_with_rank_0(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     begin = time.monotonic()
-    chaos = Chaos(start_job, tmp_path, np=3, seats=100)
-    training, chance = chaos.wait_for(3), random.Random(SEED)
+    chaos = ChaosJob(start_job, tmp_path, np=3, slots=100)
+    training, rng = chaos.wait_for_workers(3), random.Random(SEED)
     start = time.monotonic() - begin
-    chaos.do("kill", min(training), training[min(training)], chance)
+    chaos.inject("kill", min(training), training[min(training)], rng)
     chaos.wait_for_steps(3)
     last = max(training)
-    # Workers that have joined meanwhile count, too.
+    # Also kill the replacements that join meanwhile.
     while lines(tmp_path / f"{last}.jsonl")[-1]["size"] > 1:
         for worker, pid in chaos.training().items():
             if worker != last:
-                chaos.do("kill", worker, pid, chance)
+                chaos.inject("kill", worker, pid, rng)
         chaos.wait_for_steps(3)
-    chaos.wait_for(3)
-    verdict = chaos.end()
-    assert verdict.smallest == 1
-    # 0.1 s on an idle machine, on which a job needs less than a second to start.
-    assert max(verdict.recoveries) < 2 + 2 * start
+    chaos.wait_for_workers(3)
+    result = chaos.end()
+    assert result.smallest == 1
+    # On an idle machine a recovery takes 0.1 s, and the start less than a second.
+    assert max(result.recoveries) < 2 + 2 * start
 
 
 @pytest.mark.timeout(150)
-def test_one_of_many_dies(start_job: StartJob, tmp_path: Path) -> None:
-    # Two cores are slow to connect 276 pairs, which is no reason to lose a rank.
+def test_one_of_24_ranks_is_killed(start_job: StartJob, tmp_path: Path) -> None:
+    # Two cores connect 276 pairs slowly, and no rank may be declared lost meanwhile.
     env = {"RINGJAX_FAILURE_TIMEOUT": "30", "RINGJAX_HEARTBEAT": "1"}
-    chaos = Chaos(start_job, tmp_path, np=24, env=env)
-    training, chance = chaos.wait_for(24), random.Random(SEED)
-    chaos.do("kill", min(training), training[min(training)], chance)
+    chaos = ChaosJob(start_job, tmp_path, np=24, env=env)
+    training, rng = chaos.wait_for_workers(24), random.Random(SEED)
+    chaos.inject("kill", min(training), training[min(training)], rng)
     chaos.wait_for_steps(20)
-    verdict = chaos.end()
-    assert len(verdict.recoveries) == 23
-    assert verdict.smallest >= 23
+    result = chaos.end()
+    assert len(result.recoveries) == 23
+    assert result.smallest >= 23
 
 
 @pytest.mark.timeout(150)
-def test_short_freezes_slow_peers_and_strangers_are_no_loss(
+def test_short_freezes_slow_peers_and_strangers_lose_no_rank(
     start_job: StartJob, tmp_path: Path
 ) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=2), random.Random(SEED)
-    training = chaos.wait_for(2)
+    chaos, rng = ChaosJob(start_job, tmp_path, np=2), random.Random(SEED)
+    training = chaos.wait_for_workers(2)
     for what in ("freeze", "slow", "garbage"):
-        chaos.do(what, max(training), training[max(training)], chance)
+        chaos.inject(what, max(training), training[max(training)], rng)
         chaos.wait_for_steps(20)
     while "refused a connection" not in chaos.job.launcher_output():
-        chaos.do("garbage", max(training), training[max(training)], chance)
+        chaos.inject("garbage", max(training), training[max(training)], rng)
     assert chaos.end().smallest == 2
 
 
 @pytest.mark.timeout(150)
-def test_a_long_freeze_is_a_loss_and_the_frozen_one_must_not_go_on(
+def test_a_worker_frozen_beyond_the_timeout_is_lost_and_ends(
     start_job: StartJob, tmp_path: Path
 ) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
-    training = chaos.wait_for(3)
+    chaos, rng = ChaosJob(start_job, tmp_path, np=3), random.Random(SEED)
+    training = chaos.wait_for_workers(3)
     frozen = max(training)
-    chaos.do("fence", frozen, training[frozen], chance)
+    chaos.inject("fence", frozen, training[frozen], rng)
     chaos.wait_for_steps(50)
-    chaos.wait_for_end_of(frozen, 20)
-    assert chaos.end().smallest >= 2  # and it contributed to nothing afterwards
+    chaos.wait_for_exit(frozen, 20)
+    assert chaos.end().smallest >= 2  # end() checks that `frozen` added nothing later
     lost = rf"\(worker {frozen}, pid \d+\) was declared lost"
     assert re.search(lost, chaos.job.launcher_output()), chaos.logs()
 
 
 @pytest.mark.timeout(150)
-def test_a_worker_that_is_asked_to_leave_costs_nothing(
+def test_a_worker_that_leaves_at_sigterm_loses_no_step(
     start_job: StartJob, tmp_path: Path
 ) -> None:
-    chaos, chance = Chaos(start_job, tmp_path, np=3), random.Random(SEED)
-    training = chaos.wait_for(3)
-    chaos.do("term", max(training), training[max(training)], chance)
-    chaos.wait_for_end_of(max(training), 30)
+    chaos, rng = ChaosJob(start_job, tmp_path, np=3), random.Random(SEED)
+    training = chaos.wait_for_workers(3)
+    chaos.inject("term", max(training), training[max(training)], rng)
+    chaos.wait_for_exit(max(training), 30)
     chaos.wait_for_steps(50)
     assert chaos.end().smallest >= 2
 
@@ -127,23 +127,23 @@ def test_a_worker_that_is_asked_to_leave_costs_nothing(
 def test_a_worker_without_memory_is_lost_and_replaced(
     start_job: StartJob, tmp_path: Path, tls: str
 ) -> None:
-    # And there is no shared memory for anybody, so that all of it goes over TCP.
+    # The failpoint denies shared memory to all workers, so all links use TCP.
     env = {"RINGJAX_FAILPOINTS": "memory.make=enospc", "RINGJAX_TLS": tls}
-    chaos = Chaos(start_job, tmp_path, np=3, env=env)
-    training, chance = chaos.wait_for(3), random.Random(SEED)
-    chaos.do("memory", 1, training[1], chance)
+    chaos = ChaosJob(start_job, tmp_path, np=3, env=env)
+    training, rng = chaos.wait_for_workers(3), random.Random(SEED)
+    chaos.inject("memory", 1, training[1], rng)
     deadline = time.monotonic() + 40
     while "MemoryError" not in chaos.job.launcher_output():
         assert time.monotonic() < deadline, chaos.logs()
         time.sleep(0.05)
-    chaos.wait_for(3)
+    chaos.wait_for_workers(3)
     assert chaos.end().smallest >= 2
     text = chaos.job.launcher_output()
     assert "No space left on device" in text
     assert re.search(r"^ringrun: .*worker 1, .*MemoryError", text, re.MULTILINE)
 
 
-def _group_of(root: str, limit: str) -> Path | None:
+def _make_cgroup(root: str, limit: str) -> Path | None:
     folder = Path(root, f"ringjax-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -157,9 +157,9 @@ def _group_of(root: str, limit: str) -> Path | None:
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """The processes of a control group, which may have 32 MiB more together."""
-    folder = _group_of("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
-    folder = folder or _group_of("/sys/fs/cgroup", "memory.max")
+    """Yields the cgroup.procs file of a control group with a limit of 32 MiB."""
+    folder = _make_cgroup("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+    folder = folder or _make_cgroup("/sys/fs/cgroup", "memory.max")
     if folder is None:
         pytest.skip("needs a control group")
     processes = folder / "cgroup.procs"
@@ -172,12 +172,12 @@ def small_group() -> Iterator[Path]:
 def test_a_worker_that_the_kernel_kills_for_its_memory_is_replaced(
     start_job: StartJob, tmp_path: Path, small_group: Path
 ) -> None:
-    chaos = Chaos(start_job, tmp_path, np=3)
-    training, chance = chaos.wait_for(3), random.Random(SEED)
+    chaos = ChaosJob(start_job, tmp_path, np=3)
+    training, rng = chaos.wait_for_workers(3), random.Random(SEED)
     small_group.write_text(str(training[1]))
-    chaos.do("memory", 1, training[1], chance)
-    chaos.wait_for_end_of(1, 40)
-    chaos.wait_for(3)
+    chaos.inject("memory", 1, training[1], rng)
+    chaos.wait_for_exit(1, 40)
+    chaos.wait_for_workers(3)
     assert chaos.end().smallest >= 2
     text = chaos.job.launcher_output()
     assert re.search(r"^ringrun: .*worker 1, .* killed by signal 9", text, re.MULTILINE)
@@ -185,7 +185,7 @@ def test_a_worker_that_the_kernel_kills_for_its_memory_is_replaced(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one MiB."""
+    """Yields the folder of a mounted file system of one MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -196,13 +196,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(150)
-def test_a_full_disk_costs_checkpoints_and_nothing_else(
+def test_a_full_disk_loses_checkpoints_but_no_step(
     start_job: StartJob, tmp_path: Path, small_disk: Path
 ) -> None:
     traces, filling = tmp_path / "traces", small_disk / "filling"
     traces.mkdir()
     filling.write_bytes(bytes(980 << 10))
-    chaos = Chaos(start_job, traces, 2, arguments=[str(small_disk)])
+    chaos = ChaosJob(start_job, traces, 2, arguments=[str(small_disk)])
     chaos.wait_for_steps(50)
     deadline = time.monotonic() + 40
     while "could not be written" not in chaos.job.launcher_output():
@@ -218,16 +218,14 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
 
 
 @pytest.mark.timeout(240)
-def test_sixty_deeds_of_every_kind_at_random(
-    start_job: StartJob, tmp_path: Path
-) -> None:
-    chaos = Chaos(start_job, tmp_path, np=3, seats=100)
-    chaos.wait_for(3)
-    chaos.rage(random.Random(SEED), seconds=15, every=0.25)
-    chaos.wait_for(3)
+def test_random_faults_of_every_kind(start_job: StartJob, tmp_path: Path) -> None:
+    chaos = ChaosJob(start_job, tmp_path, np=3, slots=100)
+    chaos.wait_for_workers(3)
+    chaos.inject_faults(random.Random(SEED), seconds=15, every=0.25)
+    chaos.wait_for_workers(3)
     chaos.wait_for_steps(20)
-    verdict = chaos.end()
+    result = chaos.end()
     assert chaos.counts()["kill"] >= 2
     assert chaos.failures() >= 2
-    assert verdict.steps > 20
-    assert verdict.largest == 3
+    assert result.steps > 20
+    assert result.largest == 3

@@ -1,9 +1,8 @@
-"""Two hosts whose network fails, or is listened to.
+"""Two hosts whose network is partitioned, or whose packets are captured.
 
-Where it fails, one side goes on and the other must not.
-
-The hosts are network namespaces (tests/support/namespaces.py), so this needs root
-and `ip`; the launcher is outside of both and starts its agents by a stand-in for ssh.
+After a partition, only one side may continue to train. The hosts are network namespaces
+(tests/support/namespaces.py), so the tests need root and `ip`. ringrun is outside of
+both namespaces and starts its agents by a script that replaces ssh.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos.deeds import Chaos, Deed, lines, recoveries
+from chaos.faults import ChaosJob, Fault, lines, recoveries
 from support.doctor import needs_root
 from support.handshakes import needs_tls
 from support.launch import StartJob
 from support.namespaces import LAUNCHER, Namespaces, address
 
 _SO_RCVBUFFORCE = 33  # a constant of Linux that Python does not define
-# A stand-in for OpenSSH: its words are options, a host, then words for the shell. The
-# last number of the host's address is the number of its namespace.
+# Replaces OpenSSH. The arguments are options, a host, and a command for the shell. The
+# last number of the address of the host is one more than the number of its namespace.
 SSH = """#!/bin/sh
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
 number=${1##*.}; shift
@@ -41,7 +40,7 @@ pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
 
 class Hosts:
-    """Two hosts, the second of which can be cut off; a worker of its own on each."""
+    """Two hosts, the second of which can be cut off from the network."""
 
     def __init__(self, network: Namespaces, tag: str, folder: Path) -> None:
         self.network, self.tag = network, tag
@@ -53,15 +52,15 @@ class Hosts:
         self.env = {"PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
 
     def options(self, first: int, second: int) -> list[str]:
-        """How many workers go where, in ringrun's words."""
+        """Returns the option -H for `first` and `second` slots on the two hosts."""
         return ["-H", f"{address(0)}:{first},{address(1)}:{second}"]
 
-    def cut(self, up: bool = False) -> None:
-        """Pulls the second host's cable, or puts it back."""
-        _ip(f"link set {self.network._links[1]} {'up' if up else 'down'}")
+    def set_link(self, state: str) -> None:
+        """Sets the network link of the second host "down" or "up"."""
+        _ip(f"link set {self.network._links[1]} {state}")
 
-    def deafen(self) -> None:
-        """Drops packets from the second host to the first, but not in return."""
+    def block_replies(self) -> None:
+        """Drops all packets from the second host to the first, one direction only."""
         _ip(f"-n {self.network.names[1]} route add blackhole {address(0)}/32")
 
 
@@ -72,75 +71,75 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield Hosts(network, tag, tmp_path)
 
 
-def _chaos(start_job: StartJob, hosts: Hosts, folder: Path, first: int) -> Chaos:
+def _chaos(start_job: StartJob, hosts: Hosts, folder: Path, first: int) -> ChaosJob:
     traces = folder / "traces"
     traces.mkdir()
     options = hosts.options(first, 1)
-    chaos = Chaos(start_job, traces, np=first + 1, env=hosts.env, options=options)
-    chaos.wait_for(first + 1)
+    chaos = ChaosJob(start_job, traces, np=first + 1, env=hosts.env, options=options)
+    chaos.wait_for_workers(first + 1)
     return chaos
 
 
-def test_a_host_that_is_cut_off_is_lost_and_does_not_go_on(
+def test_a_host_that_is_cut_off_is_lost_and_stops_training(
     start_job: StartJob, hosts: Hosts, tmp_path: Path
 ) -> None:
     chaos = _chaos(start_job, hosts, tmp_path, first=2)
-    cut = Deed(time.monotonic(), "cut", 2)
-    hosts.cut()
+    cut = Fault(time.monotonic(), "cut", 2)
+    hosts.set_link("down")
     chaos.wait_for_steps(50)
-    hosts.cut(up=True)
-    chaos.wait_for_end_of(2, 30)  # the cable is back, so it receives its dismissal
-    verdict = chaos.end()
-    assert verdict.smallest == 2
+    hosts.set_link("up")
+    chaos.wait_for_exit(2, 30)  # the link is up, so worker 2 learns that it is fenced
+    result = chaos.end()
+    assert result.smallest == 2
     traces = {int(p.stem): lines(p) for p in chaos.folder.glob("*.jsonl")}
     assert len(list(recoveries(cut, traces))) == 2
-    # No step on the other side of the cut: nobody may train in two places.
-    assert all(0 in line["who"] for line in traces[2])
+    # Worker 2 made no step without worker 0, so only one side has trained.
+    assert all(0 in line["workers"] for line in traces[2])
 
 
-def test_a_host_that_hears_but_is_not_heard(
+def test_a_host_that_receives_but_cannot_send(
     start_job: StartJob, hosts: Hosts, tmp_path: Path
 ) -> None:
     chaos = _chaos(start_job, hosts, tmp_path, first=1)
-    hosts.deafen()  # but both still reach the launcher, which decides
-    # A worker that comes to that host cannot reach the other one, and leaves it alone.
+    hosts.block_replies()  # both hosts still reach ringrun, whose coordinator decides
+    # A replacement on the second host cannot connect to the first, and is not admitted.
     chaos.wait_for_steps(50)
-    verdict = chaos.end()
-    assert verdict.smallest == 1
+    result = chaos.end()
+    assert result.smallest == 1
 
 
-# A whole sentence, so that no other bytes are taken for it.
+# A sentence, because no other packet contains these bytes by chance.
 SECRET = b"what one rank tells another one and nobody else"
-TALK = f"""
+BROADCAST_SECRET = f"""
 import numpy as np
 import ringjax
 from ringjax import eager
 ringjax.init()
 mine = np.frombuffer({SECRET!r}, np.uint8) * (ringjax.rank() == 0)
-heard = eager.broadcast(mine.astype(np.uint8), root_rank=0)
-assert heard.tobytes() == {SECRET!r}
-print("heard", *sorted(ringjax.runtime.communicator().stats()["transports"]))
+received = eager.broadcast(mine.astype(np.uint8), root_rank=0)
+assert received.tobytes() == {SECRET!r}
+print("received by", *sorted(ringjax.runtime.communicator().stats()["transports"]))
 ringjax.shutdown()
 """
 
 
 @pytest.mark.parametrize("tls", ["off", pytest.param("required", marks=needs_tls)])
-def test_who_listens_between_hosts_reads_what_is_not_encrypted_and_nothing_else(
+def test_data_between_hosts_are_readable_only_without_tls(
     start_job: StartJob, hosts: Hosts, tls: str
 ) -> None:
-    everything = socket.htons(0x3)  # ETH_P_ALL
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, everything) as tap:
-        tap.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
-        tap.setblocking(False)
-        tap.bind((hosts.network._links[1], 0))
+    all_protocols = socket.htons(0x3)  # ETH_P_ALL
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, all_protocols) as sniffer:
+        sniffer.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 64 << 20)
+        sniffer.setblocking(False)
+        sniffer.bind((hosts.network._links[1], 0))
         env = hosts.env | {"RINGJAX_TLS": tls}
-        job = start_job(2, TALK, env, hosts.options(1, 1))
+        job = start_job(2, BROADCAST_SECRET, env, hosts.options(1, 1))
         assert job.wait(60) == 0, job.logs()
-        heard = [job.output(rank).strip() for rank in (0, 1)]
-        assert heard == ["heard tcp"] * 2, job.logs()
-        seen = bytearray()
+        outputs = [job.output(rank).strip() for rank in (0, 1)]
+        assert outputs == ["received by tcp"] * 2, job.logs()
+        packets = bytearray()
         with contextlib.suppress(BlockingIOError):
             while True:
-                seen += tap.recv(1 << 16)
-    assert len(seen) > 10_000
-    assert (SECRET in seen) == (tls == "off")
+                packets += sniffer.recv(1 << 16)
+    assert len(packets) > 10_000
+    assert (SECRET in packets) == (tls == "off")
