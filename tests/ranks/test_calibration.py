@@ -1,4 +1,4 @@
-"""The links are measured when a job starts, and all ranks take the same numbers."""
+"""Calibration: ranks measure their links at the start and agree about the constants."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from ringjax.links import calibration, cost_cache
 
 pytestmark = pytest.mark.launch("core")
 DEFAULTS = _native.local_world([0])[0].cost
-MARK = dict.fromkeys(cost_cache.NAMES, 3e-6)
+FAKE_COST = dict.fromkeys(cost_cache.NAMES, 3e-6)
 
 
 @pytest.fixture(autouse=True)
-def _other_hosts_afterwards() -> Iterator[None]:
+def _shutdown_afterwards() -> Iterator[None]:
     yield
-    if "RINGJAX_RANK" in os.environ:  # other files share the launch
+    # Tests of other files run in the same processes, with other host names.
+    if "RINGJAX_RANK" in os.environ:
         ringjax.shutdown()
 
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test on this number of ranks."""
+    """Returns a cache folder for this test on this number of ranks."""
     name = f"{request.node.originalname}-{os.environ['RINGJAX_SIZE']}"
     path = Path(os.environ["XDG_CACHE_HOME"], name)
     monkeypatch.setenv("RINGJAX_CACHE_DIR", str(path))
@@ -37,7 +38,7 @@ def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def start(patch: pytest.MonkeyPatch, per_host: int = 1, **settings: str) -> Any:
-    """Starts again, with so many ranks on each host; the constants then."""
+    """Calls `init` again, with `per_host` ranks on each host, and returns the costs."""
     ringjax.shutdown()
     host = int(os.environ["RINGJAX_RANK"]) // per_host
     for name, value in {"hostname": f"host{host}", **settings}.items():
@@ -46,8 +47,8 @@ def start(patch: pytest.MonkeyPatch, per_host: int = 1, **settings: str) -> Any:
     return runtime.communicator().cost
 
 
-def said_by_all(value: Any) -> list[Any]:
-    return runtime.current("test").exchange(value, "what the ranks found")
+def of_all_ranks(value: Any) -> list[Any]:
+    return runtime.current("test").exchange(value, "values of a test")
 
 
 def total() -> float:
@@ -59,12 +60,12 @@ def total() -> float:
 
 @pytest.mark.ranks(2, 3, 5)
 @pytest.mark.parametrize("per_host", [1, 2])
-def test_all_ranks_take_the_same_constants(
+def test_all_ranks_use_the_same_constants(
     per_host: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cost = start(monkeypatch, per_host, shm="1" if per_host == 1 else "0")
-    assert ringjax.stats()["calls"] == 0  # but its own calls do not count
-    assert said_by_all(cost) == [cost] * ringjax.size()
+    assert ringjax.stats()["calls"] == 0  # the calls of the calibration do not count
+    assert of_all_ranks(cost) == [cost] * ringjax.size()
     assert cost_cache.is_valid(cost)
     where = "remote" if ringjax.size() > per_host else "local"
     measured = {f"{where}_latency", f"{where}_message", f"{where}_byte"}
@@ -86,28 +87,28 @@ def test_off_and_shared_memory_keep_the_defaults(
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_second_start_reads_what_the_first_one_found(
+def test_a_second_start_reads_the_cached_constants(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mark() -> None:
-        """Another cost into the file, by rank 0, while nobody reads."""
-        said_by_all("before")
+    def write_fake_cost() -> None:
+        """Lets rank 0 write another cost into the file, while no rank reads it."""
+        of_all_ranks("before")
         if ringjax.rank() == 0:
             world = runtime.current("test")
             network = calibration.describe_network(world.members, world.rank_info.hosts)
             assert cost_cache.read(str(folder), network) is not None
-            assert cost_cache.write(str(folder), network, MARK)
-        said_by_all("after")
+            assert cost_cache.write(str(folder), network, FAKE_COST)
+        of_all_ranks("after")
 
     first = start(monkeypatch)
     assert start(monkeypatch) == first
-    mark()
-    assert start(monkeypatch) == MARK
-    assert start(monkeypatch, calibrate="always") != MARK
+    write_fake_cost()
+    assert start(monkeypatch) == FAKE_COST
+    assert start(monkeypatch, calibrate="always") != FAKE_COST
     monkeypatch.setenv("RINGJAX_CALIBRATE", "auto")
-    mark()
-    assert start(monkeypatch, tcp_streams="1") != MARK  # another network
-    assert start(monkeypatch, tcp_streams="2") == MARK
+    write_fake_cost()
+    assert start(monkeypatch, tcp_streams="1") != FAKE_COST  # the key differs
+    assert start(monkeypatch, tcp_streams="2") == FAKE_COST
 
 
 @pytest.mark.ranks(2)
@@ -115,23 +116,24 @@ def test_a_damaged_file_is_measured_anew_and_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start(monkeypatch)
-    said_by_all("written")
+    of_all_ranks("written")
     if ringjax.rank() == 0:
         [path] = folder.iterdir()
         path.write_text('{"when": "nonsense"')
-    said_by_all("damaged")
+    of_all_ranks("damaged")
     cost = start(monkeypatch)
-    assert said_by_all(cost) == [cost] * 2
+    assert of_all_ranks(cost) == [cost] * 2
     assert start(monkeypatch) == cost
 
 
 @pytest.mark.ranks(2)
 def test_only_rank_0_needs_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = "/proc/self/no" if os.environ["RINGJAX_RANK"] == "0" else "/proc/self/yes"
-    monkeypatch.setenv("RINGJAX_CACHE_DIR", place)
+    # Neither folder can be created.
+    name = "no" if os.environ["RINGJAX_RANK"] == "0" else "yes"
+    monkeypatch.setenv("RINGJAX_CACHE_DIR", f"/proc/self/{name}")
     cost = start(monkeypatch)
     assert cost["remote_byte"] != DEFAULTS["remote_byte"]
-    assert said_by_all(cost) == [cost] * 2
+    assert of_all_ranks(cost) == [cost] * 2
 
 
 @pytest.mark.ranks(2)
@@ -145,7 +147,7 @@ def test_a_forced_algorithm_stays_forced(
 
 
 @pytest.mark.ranks(3)
-def test_members_of_an_elastic_job_know_constants_that_newcomers_do_not(
+def test_newcomers_use_the_constants_of_the_members(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = (int(os.environ["RINGJAX_RANK"]) + 1) // 2
@@ -163,13 +165,14 @@ def test_members_of_an_elastic_job_know_constants_that_newcomers_do_not(
     before = {} if newcomer else known
     cost, how = calibration.calibrate(world, runtime.config(), "a network", before)
     assert how == "remembered"
-    assert said_by_all(cost) == [known] * 3
+    assert of_all_ranks(cost) == [known] * 3
     assert total() == 3
 
 
 SCRIPT = """
 import os, signal, sys, time
-# ringrun asks all to end a second after a loss; a busy one may be about to tell of it.
+# ringrun sends SIGTERM a second after a loss. On a busy machine a rank may not have
+# printed its error by then.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]
 import ringjax
@@ -177,31 +180,31 @@ from ringjax.errors import RingjaxError
 from ringjax.links import calibration
 from support import numpy_only
 
-def strike(probe):
-    {strike}
+def fail(probe):
+    {failure}
 
 if os.environ["RINGJAX_RANK"] == "1":
-    calibration._time_short_calls = strike
+    calibration._time_short_calls = fail
 try:
     ringjax.init()
 except RingjaxError as error:
     print(f"{{type(error).__name__}}: {{error}}", flush=True)
-    time.sleep(2)  # so that all of them have said it
+    time.sleep(2)  # until all ranks have printed the error
     sys.exit(4)
 """
 
 
-def test_a_rank_that_dies_meanwhile_is_named(start_job: StartJob) -> None:
-    job = start_job(3, SCRIPT.format(strike="os._exit(3)"))
+def test_a_rank_killed_during_calibration_is_named(start_job: StartJob) -> None:
+    job = start_job(3, SCRIPT.format(failure="os._exit(3)"))
     assert job.wait() != 0
     for rank in (0, 2):
         assert "PeerLost: " in job.output(rank)
         assert "rank 1" in job.output(rank)
 
 
-def test_a_rank_that_freezes_meanwhile_is_an_error_in_time(start_job: StartJob) -> None:
+def test_a_rank_frozen_during_calibration_is_a_timeout(start_job: StartJob) -> None:
     env = {"RINGJAX_START_TIMEOUT": "5"}
-    job = start_job(3, SCRIPT.format(strike="time.sleep(60)"), env)
+    job = start_job(3, SCRIPT.format(failure="time.sleep(60)"), env)
     assert job.wait() != 0
-    said = job.output(0) + job.output(2)
-    assert "the links could not be measured within 5 s" in said
+    output = job.output(0) + job.output(2)
+    assert "the links could not be measured within 5 s" in output

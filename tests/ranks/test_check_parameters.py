@@ -1,4 +1,4 @@
-"""The check of the parameters as a setting of a job: agreed, off, after a restart."""
+"""RINGJAX_CHECK_PARAMETERS as a setting of a job: equal on all ranks, on or off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.optim import AllreduceState
 ringjax.init()
 tx = ringjax.allreduce_grads()
 params = {"w": jnp.full(3, float(ringjax.rank()))}
-state = AllreduceState(jnp.array([777], jnp.uint32))  # of a checkpoint
+state = AllreduceState(jnp.array([777], jnp.uint32))  # as if from a checkpoint
 update = jax.jit(tx.update)
 for _ in range(3):
     updates, state = update(params, state, params)
@@ -22,7 +22,7 @@ jax.block_until_ready(updates)
 DIFFER = "parameters differ at optimizer step"
 
 
-def test_the_first_step_of_a_process_is_checked_whatever_its_number(
+def test_the_first_step_of_every_process_is_checked(
     start_job: StartJob,
 ) -> None:
     job = start_job(2, PROGRAM)
@@ -31,7 +31,7 @@ def test_the_first_step_of_a_process_is_checked_whatever_its_number(
     assert DIFFER not in job.output(1)
 
 
-def test_it_can_be_off(start_job: StartJob) -> None:
+def test_the_parameter_check_can_be_off(start_job: StartJob) -> None:
     job = start_job(2, PROGRAM, env={"RINGJAX_CHECK_PARAMETERS": "0"})
     assert job.wait() == 0, job.logs()
     assert DIFFER not in job.output(0)

@@ -1,6 +1,6 @@
-"""Long messages in a host are sent through the ring if reading by CMA is forbidden.
+"""CMA between real processes: denied, allowed, and while a rank is killed.
 
-That they arrive if it is allowed: test_eager_grid.py, tests/native/cma_test.cc.
+test_eager_grid.py and tests/native/cma_test.cc test the data that CMA transfers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ringjax import _native, runtime
 
 LENGTH = 500_000
 
-# The number of process_vm_readv, and what Linux calls the architecture.
-SYSTEM = {"x86_64": (310, 0xC000003E), "aarch64": (270, 0xC00000B7)}
+# For each machine, the number of the system call process_vm_readv, and the constant
+# AUDIT_ARCH_* by which a seccomp filter recognizes the machine.
+SYSCALLS = {"x86_64": (310, 0xC000003E), "aarch64": (270, 0xC00000B7)}
 
 
-def _move(world: World) -> None:
-    """Moves messages that are long enough to be read by CMA."""
+def _exchange_long_messages(world: World) -> None:
+    """Runs collectives whose messages are long enough for CMA."""
     rank, size = world.rank, world.size
     own = np.arange(LENGTH, dtype=np.float32)
     x, all_x = own + rank, np.concatenate([own + r for r in range(size)])
@@ -49,69 +50,70 @@ def _move(world: World) -> None:
         assert (cast == own + root).all()
 
 
-def _forbid() -> None:
-    """From now on the kernel refuses this process process_vm_readv, for good."""
-    number, machine = SYSTEM[platform.machine()]
+def _deny_cma() -> None:
+    """Installs a seccomp filter that denies process_vm_readv until the process ends."""
+    number, machine = SYSCALLS[platform.machine()]
 
-    def step(code: int, yes: int, no: int, value: int) -> bytes:
-        return struct.pack("HBBI", code, yes, no, value)
+    def instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
+        return struct.pack("HBBI", code, if_true, if_false, value)
 
-    load, equal, give = 0x20, 0x15, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
+    load, jump_if_equal, result = 0x20, 0x15, 0x06
+    allow, deny = 0x7FFF0000, 0x00050000 | errno.EPERM
     program = (
-        step(load, 0, 0, 4)  # the architecture
-        + step(equal, 0, 3, machine)
-        + step(load, 0, 0, 0)  # the number of the call
-        + step(equal, 0, 1, number)
-        + step(give, 0, 0, refuse)
-        + step(give, 0, 0, allow)
+        instruction(load, 0, 0, 4)  # the architecture
+        + instruction(jump_if_equal, 0, 3, machine)
+        + instruction(load, 0, 0, 0)  # the number of the system call
+        + instruction(jump_if_equal, 0, 1, number)
+        + instruction(result, 0, 0, deny)
+        + instruction(result, 0, 0, allow)
     )
     memory = ctypes.create_string_buffer(program)
     filters = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(memory))
     libc = ctypes.CDLL(None, use_errno=True)
     pr_set_no_new_privs, pr_set_seccomp, with_filter = 38, 22, 2
     assert libc.prctl(pr_set_no_new_privs, 1, 0, 0, 0) == 0
-    given = ctypes.c_char_p(filters)
-    assert libc.prctl(pr_set_seccomp, with_filter, given, 0, 0) == 0, ctypes.get_errno()
+    pointer = ctypes.c_char_p(filters)
+    result_code = libc.prctl(pr_set_seccomp, with_filter, pointer, 0, 0)
+    assert result_code == 0, ctypes.get_errno()
 
 
 @pytest.mark.ranks(3)
-def test_messages_that_one_rank_may_not_read_are_sent(world: World) -> None:
-    """Alone in its launch: nothing gives back what the kernel was told to refuse."""
-    if platform.machine() not in SYSTEM:
-        pytest.skip(f"no filter for system calls of {platform.machine()} here")
+def test_messages_go_over_the_ring_if_cma_is_denied(world: World) -> None:
+    """Needs a launch of its own, because a seccomp filter cannot be removed."""
+    if platform.machine() not in SYSCALLS:
+        pytest.skip(f"SYSCALLS has no numbers for {platform.machine()}")
     ringjax.shutdown()
     if world.rank == 1:
-        _forbid()
+        _deny_cma()
     ringjax.init()
     for _ in range(3):
-        _move(world)
+        _exchange_long_messages(world)
 
 
-READ = """
+ALLGATHER_TWICE = """
 import numpy as np
 import ringjax
 from ringjax import eager
 
 ringjax.init()
-for name in ("first", "second"):  # the first one on a link is copied
+for name in ("first", "second"):  # the first long message on a link is copied
     eager.allgather(np.ones(500_000, np.float32), name=name)
 """
 
 
 def test_ranks_of_a_job_read_each_others_memory(start_job: StartJob) -> None:
-    """Both ends of a connection know the process number of the other end."""
+    """Both ends of a link read the memory of the other end."""
     env = {"RINGJAX_FAILPOINTS": "cma.read=exit@1"}
-    job = start_job(2, READ, env=env)
+    job = start_job(2, ALLGATHER_TWICE, env=env)
     assert job.wait(40), job.logs()
     assert "failpoint cma.read" in job.output(1), job.logs()
     env = {"RINGJAX_FAILPOINTS": "cma.read=exit@0"}
-    job = start_job(2, READ, env=env)
+    job = start_job(2, ALLGATHER_TWICE, env=env)
     assert job.wait(40), job.logs()
     assert "failpoint cma.read" in job.output(0), job.logs()
 
 
-MOVE_ON = """
+EXCHANGE_FOREVER = """
 import numpy as np
 import ringjax
 from ringjax import eager, errors
@@ -120,18 +122,18 @@ ringjax.init()
 rank, size = ringjax.rank(), ringjax.size()
 x = np.full((size, 500_000), rank, np.float32)
 out = np.empty((size * size, 500_000), np.float32)
-mine = np.empty_like(x)
-many = 0
+received = np.empty_like(x)
+rounds = 0
 try:
     while True:
-        eager.alltoall(x, name="a", out=mine)
-        assert (mine[:, 7] == np.arange(size)).all()
+        eager.alltoall(x, name="a", out=received)
+        assert (received[:, 7] == np.arange(size)).all()
         eager.allgather(x, name="g", out=out)
         assert (out[::size, -1] == np.arange(size)).all()
-        last = eager.broadcast(x, many % size, name="b")
-        assert (last[:, ::1000] == many % size).all()
-        many += 1
-        if many == 20:
+        last = eager.broadcast(x, rounds % size, name="b")
+        assert (last[:, ::1000] == rounds % size).all()
+        rounds += 1
+        if rounds == 20:
             print("moving", flush=True)
 except errors.PeerLost as error:
     print(f"caught: {error}", flush=True)
@@ -140,8 +142,8 @@ except errors.PeerLost as error:
 """
 
 
-def test_a_rank_that_is_killed_under_its_readers(start_job: StartJob) -> None:
-    job = start_job(3, MOVE_ON)
+def test_a_rank_killed_while_peers_read_its_memory(start_job: StartJob) -> None:
+    job = start_job(3, EXCHANGE_FOREVER)
     for rank in range(3):
         job.wait_for(rank, "moving")
     job.kill(rank=1)

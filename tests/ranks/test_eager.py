@@ -1,6 +1,6 @@
-"""ringjax.eager: named operations on arrays of any framework, from any rank.
+"""ringjax.eager: named operations on arrays of NumPy, JAX, PyTorch and others.
 
-Every operation on every dtype and shape, without a framework: test_eager_grid.py.
+test_eager_grid.py tests every operation on every dtype and shape, on NumPy arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ringjax
 from ringjax import eager
 from ringjax.errors import Mismatch
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 DTYPES = (
@@ -30,7 +30,7 @@ DTYPES = (
 
 
 def mine(rank: int, shape: tuple[int, ...] = (3, 2), dtype: str = "float32") -> Any:
-    """The input of `rank`: small integers, so that sums are exact in any dtype."""
+    """Returns the input of `rank`: small integers, so that all sums are exact."""
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     values = np.random.default_rng(rank).integers(0, 4, shape)
     return values.astype(kind)
@@ -46,8 +46,8 @@ def as_torch(x: Any) -> torch.Tensor:
     return torch.from_numpy(x)
 
 
-def kinds(x: Any) -> list[Any]:
-    """`x` as an array of NumPy, JAX and PyTorch."""
+def in_each_framework(x: Any) -> list[Any]:
+    """Returns `x` as an array of NumPy, of JAX and of PyTorch."""
     return [x, jnp.asarray(x), as_torch(x)]
 
 
@@ -69,10 +69,10 @@ def test_an_average_of_integers_wraps_around_before_it_divides(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_of_different_frameworks_meet(world, dtype: str) -> None:
+def test_tensors_of_different_frameworks_are_reduced(world, dtype: str) -> None:
     x = mine(world.rank, dtype=dtype)
     with jax.enable_x64(True):
-        given = kinds(x)
+        given = in_each_framework(x)
         for turn in range(3):
             value = given[(world.rank + turn) % 3]
             out = eager.allreduce(value, ringjax.Sum, name=f"mixed {dtype} {turn}")
@@ -85,7 +85,7 @@ def test_ranks_of_different_frameworks_meet(world, dtype: str) -> None:
                 np.testing.assert_array_equal(np.asarray(out), expected)
 
 
-def test_one_name_through_two_doors(world) -> None:
+def test_one_name_through_two_apis(world) -> None:
     import ringjax.torch as hvd
 
     x = mine(world.rank)
@@ -103,14 +103,15 @@ def test_bfloat16_of_unknown_size(world) -> None:
         [mine(r, (r + 1, 2), "bfloat16") for r in range(world.size)]
     ).astype(np.float32)
     for turn in range(3):
-        out = eager.allgather(kinds(x)[(world.rank + turn) % 3], name=f"rows {turn}")
+        value = in_each_framework(x)[(world.rank + turn) % 3]
+        out = eager.allgather(value, name=f"rows {turn}")
         assert str(out.dtype).endswith("bfloat16")
         np.testing.assert_array_equal(values(out).astype(np.float32), rows)
 
 
-def test_arguments_are_left_alone(world) -> None:
+def test_arguments_are_not_modified(world) -> None:
     x = mine(world.rank)
-    for value in kinds(x):
+    for value in in_each_framework(x):
         eager.allreduce(value, ringjax.Sum, name="read only")
         np.testing.assert_array_equal(values(value), x)
     locked = x.copy()
@@ -132,10 +133,10 @@ def test_numbers_and_buffers(world) -> None:
         world.size,
     ]
     assert eager.allgather(b"ab").tobytes() == b"ab" * world.size
-    turned = np.arange(6.0).reshape(2, 3).T
-    np.testing.assert_array_equal(eager.allreduce(turned), turned)
-    big = np.arange(3, dtype=">f4")
-    np.testing.assert_array_equal(eager.allreduce(big), big)
+    transposed = np.arange(6.0).reshape(2, 3).T
+    np.testing.assert_array_equal(eager.allreduce(transposed), transposed)
+    big_endian = np.arange(3, dtype=">f4")
+    np.testing.assert_array_equal(eager.allreduce(big_endian), big_endian)
 
 
 def test_groups(world) -> None:
@@ -168,7 +169,7 @@ def test_factors_and_ops(world) -> None:
 
 def test_broadcast_from_every_root(world) -> None:
     for root in range(world.size):
-        for value in kinds(mine(world.rank)):
+        for value in in_each_framework(mine(world.rank)):
             out = eager.broadcast(value, root, name="from root")
             np.testing.assert_array_equal(values(out), mine(root))
 
@@ -223,10 +224,10 @@ def test_join_takes_part_until_the_last(world) -> None:
 
 
 def test_objects(world) -> None:
-    config = {"lr": 0.1, "layers": [64, (1, 2)], "mask": np.eye(2), "who": world.rank}
+    config = {"lr": 0.1, "layers": [64, (1, 2)], "mask": np.eye(2), "rank": world.rank}
     for root in range(world.size):
         got = eager.broadcast_object(config, root)
-        assert got["who"] == root
+        assert got["rank"] == root
         assert got["layers"] == [64, (1, 2)]
     everyone = eager.allgather_object("x" * world.rank)
     assert everyone == ["x" * r for r in range(world.size)]
@@ -256,7 +257,7 @@ def test_process_sets(world) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_disagree_are_told_and_go_on(world) -> None:
+def test_ranks_that_disagree_raise_and_continue(world) -> None:
     shape = (17, 2 + (world.rank == 1))
     with raises(Mismatch, "shape", "allreduce 'grad'", "f32[17,2]", "f32[17,3]"):
         eager.allreduce(np.ones(shape, np.float32), name="grad")
@@ -314,11 +315,11 @@ def test_bad_arguments(world) -> None:
         eager.alltoall(np.ones(world.size), [-1] * world.size)
 
 
-def test_any_framework_that_speaks_dlpack(world) -> None:
-    """MXNet's arrays are an example (docs/migrate/from-horovod.md)."""
+def test_any_framework_with_dlpack(world) -> None:
+    """Arrays of MXNet are an example (docs/migrate/from-horovod.md)."""
 
     class Foreign:
-        """An array of a framework that ringjax has never heard of."""
+        """An array of an unknown framework that implements DLPack."""
 
         def __init__(self, values: Any) -> None:
             self.values = np.ascontiguousarray(values)

@@ -1,7 +1,7 @@
-"""Every operation on every dtype, once for all frameworks: named, on numpy arrays.
+"""Every named operation on every dtype, on NumPy arrays, once for all frameworks.
 
-What a framework adds is its conversion of tensors, which its own tests cross once for
-each dtype. Against numpy on the arrays of all ranks.
+A framework only adds the conversion of its tensors, which its own tests run once for
+each dtype. The expected results are computed by NumPy from the inputs of all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import ringjax
 from ringjax import eager
 from ringjax.errors import RingjaxError
 
-# Five ranks have what three have not: trees of two levels, and a fifth rank that is one
-# too many for pairs of pairs. The frameworks' tests leave that to these.
+# Five ranks, unlike three, make trees of two levels, and are one rank more than a power
+# of two. The tests of the frameworks do not run on five ranks.
 pytestmark = [pytest.mark.ranks(1, 2, 3, 5), pytest.mark.launch("core")]
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -28,22 +28,21 @@ FLOATS = (*HALVES, "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 DTYPES = ("bool", *INTEGERS, *FLOATS, *COMPLEX)
 SHAPES = [(), (0,), (1,), (5,), (3, 4), (2, 0, 3), (7, 2, 4)]
-LONG = 300_001  # read where it lies by ranks of one host, and in several segments
+LONG = 300_001  # elements: long enough for CMA and for several segments
 UNDEFINED = {"Average": ("bool",), "Min": COMPLEX, "Max": COMPLEX}
 
 
 def draw(rank: int, shape: Sequence[int], dtype: Any) -> Any:
-    """The input of `rank`: small integers, so that sums are exact in any dtype."""
+    """Returns the input of `rank`: small integers, so that all sums are exact."""
     values = np.random.default_rng([rank, *shape]).integers(0, 4, shape)
     return np.asarray(values).astype(dtype)
 
 
 def reduced(op: str, xs: Sequence[Any]) -> Any:
-    """By numpy, in the dtype of the arrays, rank by rank."""
-    whole = xs[0].dtype.kind in "iu"
+    """Reduces the inputs of all ranks by NumPy, in rank order and in their dtype."""
     if op == "Average":
         total = reduced("Sum", xs)
-        if whole:
+        if xs[0].dtype.kind in "iu":
             return np.trunc(total / len(xs)).astype(total.dtype)
         wide = "complex128" if total.dtype.kind == "c" else "float64"
         return (total.astype(wide) / len(xs)).astype(total.dtype)
@@ -54,7 +53,7 @@ def reduced(op: str, xs: Sequence[Any]) -> Any:
     return out
 
 
-def same(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
+def assert_equal(actual: Any, expected: Any, tolerance: float = 0.0) -> None:
     assert type(actual) is type(expected) or actual.shape == ()
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     if tolerance:
@@ -72,7 +71,10 @@ def check(
     dtypes: Sequence[Any] = DTYPES,
     tolerance: Callable[[Any], float] = lambda dtype: 0.0,
 ) -> None:
-    """Every shape of every dtype at once, so that some travel together; then one."""
+    """Runs an operation on all shapes and dtypes at once, then on one after the other.
+
+    Operations that are submitted together may be fused into one call.
+    """
     kinds = [(shape, np.dtype(dtype)) for dtype in dtypes for shape in shapes]
 
     def begin(kind: tuple[Sequence[int], Any]) -> tuple[eager.Handle, Any]:
@@ -81,8 +83,8 @@ def check(
 
     def end(kind: tuple[Sequence[int], Any], handle: eager.Handle, x: Any) -> None:
         xs = [draw(rank, *kind) for rank in range(world.size)]
-        same(eager.synchronize(handle), expected(xs), tolerance(kind[1]))
-        same(x, xs[world.rank])
+        assert_equal(eager.synchronize(handle), expected(xs), tolerance(kind[1]))
+        assert_equal(x, xs[world.rank])
 
     begun = [begin(kind) for kind in kinds]
     for kind, (handle, x) in zip(kinds, begun, strict=True):
@@ -101,40 +103,40 @@ def test_allreduce(world: World, op: str) -> None:
         lambda xs: np.asarray(reduced(op, xs)),
         [*SHAPES, (4099,)],
         [dtype for dtype in DTYPES if dtype not in undefined],
-        # A factor is rounded once, in the dtype.
+        # The factor of an average is rounded once, in the dtype of the array.
         lambda dtype: 0.0 if op != "Average" else 1e-2 if dtype.itemsize == 2 else 1e-6,
     )
 
 
 @pytest.mark.parametrize("op", UNDEFINED)
-def test_what_has_no_meaning_is_refused(world: World, op: str) -> None:
+def test_undefined_operations_are_refused(world: World, op: str) -> None:
     for dtype in UNDEFINED[op]:
         with pytest.raises(RingjaxError, match=f"op={op.upper()} has no"):
             eager.allreduce(np.zeros(3, dtype), getattr(ringjax, op), name="refused")
     assert eager.allreduce(1, ringjax.Sum) == world.size
 
 
-def test_calls_that_wait(world: World) -> None:
-    """Arrays of numpy have a way of their own through the binding."""
+def test_synchronous_calls(world: World) -> None:
+    """Synchronous calls on NumPy arrays have their own code path in the binding."""
     for dtype in DTYPES:
         xs = [draw(r, (3, 2), dtype) for r in range(world.size)]
         x = xs[world.rank]
-        same(eager.allreduce(x, ringjax.Sum, name="r"), reduced("Sum", xs))
-        same(eager.allgather(x, name="g"), np.concatenate(xs))
-        same(eager.broadcast(x, world.size - 1, name="b"), xs[-1])
+        assert_equal(eager.allreduce(x, ringjax.Sum, name="r"), reduced("Sum", xs))
+        assert_equal(eager.allgather(x, name="g"), np.concatenate(xs))
+        assert_equal(eager.broadcast(x, world.size - 1, name="b"), xs[-1])
         part = np.array_split(reduced("Sum", xs), world.size)[world.rank]
-        same(eager.reducescatter(x, ringjax.Sum, name="s"), part)
+        assert_equal(eager.reducescatter(x, ringjax.Sum, name="s"), part)
 
 
 @pytest.mark.parametrize("op", ["Min", "Max"])
-def test_the_ends_of_every_range(world: World, op: str) -> None:
-    """An unsigned dtype is not taken for the signed one, nor the other way round."""
+def test_the_limits_of_every_integer_dtype(world: World, op: str) -> None:
+    """Signed and unsigned dtypes of one width must be compared differently."""
     for dtype in INTEGERS:
-        ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 1], dtype)
-        xs = [np.roll(ends, rank) for rank in range(world.size)]
+        limits = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 1], dtype)
+        xs = [np.roll(limits, rank) for rank in range(world.size)]
         call = xs[world.rank], getattr(ringjax, op)
-        same(eager.allreduce(*call, name=dtype), reduced(op, xs))
-        same(eager.allreduce_async(*call, name=dtype).wait(), reduced(op, xs))
+        assert_equal(eager.allreduce(*call, name=dtype), reduced(op, xs))
+        assert_equal(eager.allreduce_async(*call, name=dtype).wait(), reduced(op, xs))
 
 
 def test_reducescatter(world: World) -> None:
@@ -160,7 +162,7 @@ def test_allgather_of_rows_that_differ(world: World) -> None:
         for rest in ((), (3,), (2, 0)):
             rows = [draw(r, (first[r], *rest), "int16") for r in range(world.size)]
             found = eager.allgather(rows[world.rank], name="rows")
-            same(found, np.concatenate(rows))
+            assert_equal(found, np.concatenate(rows))
 
 
 def test_broadcast(world: World) -> None:
@@ -175,7 +177,7 @@ def test_broadcast(world: World) -> None:
 
 
 def test_alltoall(world: World) -> None:
-    """In equal parts: a row for every rank."""
+    """Without splits, every rank receives an equal part."""
     check(
         world,
         lambda x, name: eager.alltoall_async(x, name=name),
@@ -193,33 +195,33 @@ def test_alltoall_with_splits(world: World) -> None:
             np.split(x, np.cumsum(row)[:-1])[world.rank]
             for x, row in zip(xs, table, strict=True)
         ]
-        same(found, np.concatenate(parts))
+        assert_equal(found, np.concatenate(parts))
         assert received.tolist() == table[:, world.rank].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_long_ones(world: World, dtype: str) -> None:
+def test_long_tensors(world: World, dtype: str) -> None:
     xs = [draw(r, (LONG, 2), dtype) for r in range(world.size)]
     x = xs[world.rank]
     total = reduced("Sum", xs)
     out = np.empty((LONG * world.size, 2), dtype)
-    for turn in range(2):  # the second time, who reads from whom is known
-        same(eager.allreduce(x, ringjax.Sum, name="r"), total)
+    for turn in range(2):  # CMA is used from the second message of a link on
+        assert_equal(eager.allreduce(x, ringjax.Sum, name="r"), total)
         part = np.array_split(total, world.size)[world.rank]
-        same(eager.reducescatter(x, ringjax.Sum, name="s"), part)
-        same(eager.allgather(x, name="g"), np.concatenate(xs))
-        same(eager.allgather(x, name="o", out=out), np.concatenate(xs))
+        assert_equal(eager.reducescatter(x, ringjax.Sum, name="s"), part)
+        assert_equal(eager.allgather(x, name="g"), np.concatenate(xs))
+        assert_equal(eager.allgather(x, name="o", out=out), np.concatenate(xs))
         root = (world.size - 1) * turn
-        same(eager.broadcast(x, root, name="b"), xs[root])
+        assert_equal(eager.broadcast(x, root, name="b"), xs[root])
         rows = np.concatenate(xs)  # equal on all ranks
         mine = np.concatenate([xs[world.rank]] * world.size)
-        same(eager.alltoall(rows, name="a"), mine)
-    same(x, draw(world.rank, (LONG, 2), dtype))
+        assert_equal(eager.alltoall(rows, name="a"), mine)
+    assert_equal(x, draw(world.rank, (LONG, 2), dtype))
 
 
 @pytest.mark.ranks(2, 4)
 def test_adasum(world: World) -> None:
-    """Every tensor by itself, pair by pair, on powers of two of ranks."""
+    """Adasum combines every tensor separately, in pairs, on 2**n ranks."""
 
     def combined(xs: Sequence[Any]) -> Any:
         if len(xs) == 1:

@@ -1,7 +1,7 @@
 """The eager lane through the native binding, on real ranks, without a framework.
 
-Of the binding and of processes: what the lane does is in tests/native/eager_*_test.cc,
-and by name in test_eager.py.
+These tests are about the binding, and about processes that end or fork.
+tests/native/eager_*_test.cc tests the lane itself, and test_eager.py the Python API.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ KINDS = {"f": "f", "i": "i", "u": "u", "c": "c", "b": "bool"}
 Array = np.ndarray[Any, Any]
 
 
-class Kept:
-    """An owner of arrays that a submission keeps; a test watches it by a weakref."""
+class ArrayOwner:
+    """The owner of the arrays of a submission. A weakref shows when it is released."""
 
     def __init__(self, *arrays: Array) -> None:
         self.arrays = arrays
 
 
-def place(x: Array) -> tuple[int, int, tuple[int, ...]]:
-    """An array as the lane takes it."""
+def describe(x: Array) -> tuple[int, int, tuple[int, ...]]:
+    """Returns address, dtype and shape of an array, as `submit` expects them."""
     kind = KINDS[x.dtype.kind]
     bits = "" if kind == "bool" else str(8 * x.dtype.itemsize)
     return x.ctypes.data, DTYPES[kind + bits], x.shape
@@ -48,21 +48,21 @@ def allreduce(
     process_set: runtime.ProcessSet = runtime.global_process_set,
     **options: Any,
 ) -> tuple[_native.Ticket, Array]:
-    """A ticket, and where the sum will be."""
+    """Submits an allreduce; returns its ticket and the array that receives the sum."""
     out = np.empty_like(x)
     ticket = runtime.lane(process_set).submit(
         OPS["allreduce"],
         name,
-        [place(x)],
+        [describe(x)],
         [out.ctypes.data],
-        keep=Kept(x, out),
+        keep=ArrayOwner(x, out),
         **options,
     )
     return ticket, out
 
 
 def total(value: float, **options: Any) -> float:
-    """The sum over the ranks."""
+    """Returns the sum of `value` over the ranks."""
     ticket, out = allreduce(np.full(5, value), "total", **options)
     ticket.wait()
     assert ticket.done
@@ -71,14 +71,14 @@ def total(value: float, **options: Any) -> float:
 
 
 @pytest.mark.ranks(3)
-def test_results_that_the_core_makes() -> None:
+def test_results_allocated_by_the_core() -> None:
     ringjax.init()
     rank, size, lane = ringjax.rank(), ringjax.size(), runtime.lane()
     x = np.full((rank + 1, 2), rank, np.int16)
-    ticket = lane.submit(OPS["allgather"], "g", [place(x)], [], keep=x)
+    ticket = lane.submit(OPS["allgather"], "g", [describe(x)], [], keep=x)
     ticket.wait()
     gathered = np.asarray(ticket.output(0))
-    del ticket  # the array owns its memory
+    del ticket  # the array must keep its memory alive
     gc.collect()
     assert gathered.dtype == np.int16
     expected = np.concatenate([np.full((r + 1, 2), r) for r in range(size)])
@@ -86,7 +86,7 @@ def test_results_that_the_core_makes() -> None:
 
     z = np.arange(size * (rank + 1), dtype=np.complex128)
     splits = [rank + 1] * size
-    ticket = lane.submit(OPS["alltoall"], "a", [place(z)], [], splits=splits, keep=z)
+    ticket = lane.submit(OPS["alltoall"], "a", [describe(z)], [], splits=splits, keep=z)
     ticket.wait()
     assert ticket.received(0) == list(range(1, size + 1))
     got = np.from_dlpack(ticket.output(0))
@@ -99,16 +99,17 @@ def test_results_that_the_core_makes() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_is_kept_is_let_go_when_it_has_ended() -> None:
+def test_references_are_released_after_completion() -> None:
     ringjax.init()
     x, out = np.ones(4), np.empty(4)
-    kept = Kept(x, out)
-    watch = weakref.ref(kept)
+    owner = ArrayOwner(x, out)
+    reference = weakref.ref(owner)
     if ringjax.rank() == 0:
-        runtime.lane().submit(0, "late", [place(x)], [out.ctypes.data], keep=kept)
-        del kept
+        runtime.lane().submit(0, "late", [describe(x)], [out.ctypes.data], keep=owner)
+        del owner
         gc.collect()
-        assert watch() is not None  # the ticket is gone, the operation is not
+        # The ticket is gone, but the operation is still pending.
+        assert reference() is not None
     other, _ = allreduce(np.ones(1), "other")
     other.wait()
     if ringjax.rank() == 1:
@@ -116,15 +117,16 @@ def test_what_is_kept_is_let_go_when_it_has_ended() -> None:
         ticket.wait()
     else:
         until = time.monotonic() + 20
-        while watch() is not None and time.monotonic() < until:
-            assert other.done  # asking any ticket lets go of what has ended
+        while reference() is not None and time.monotonic() < until:
+            # Reading `done` of any ticket releases the owners of completed operations.
+            assert other.done
             time.sleep(0.01)
-        assert watch() is None
+        assert reference() is None
         assert (out == 2).all()
 
 
 @pytest.mark.ranks(3)
-def test_process_sets_have_lanes_of_their_own() -> None:
+def test_every_process_set_has_its_own_lane() -> None:
     ringjax.init()
     rank = ringjax.rank()
     some = ringjax.add_process_set([0, 2])
@@ -144,7 +146,7 @@ def test_process_sets_have_lanes_of_their_own() -> None:
 
 
 @pytest.mark.ranks(2, isolated=True)
-def test_shutdown_fails_what_is_pending_and_init_works_again() -> None:
+def test_shutdown_fails_pending_operations_and_init_works_again() -> None:
     for turn in range(4):
         ringjax.init()
         rank = ringjax.rank()
@@ -159,7 +161,7 @@ def test_shutdown_fails_what_is_pending_and_init_works_again() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_forked_child_never_touches_the_lane() -> None:
+def test_a_forked_child_cannot_use_the_lane() -> None:
     ringjax.init()
     lane = runtime.lane()
     assert total(1.0) == 2
@@ -220,8 +222,8 @@ except BaseException as error:
 )
 
 
-def test_a_killed_rank_fails_what_waits_for_it(start_job: StartJob) -> None:
-    # By its connections, not because it says nothing for so long.
+def test_a_killed_rank_fails_waiting_operations(start_job: StartJob) -> None:
+    # The others detect the kill by closed connections: the timeout for silence is long.
     job = start_job(3, WAITING, env={"RINGJAX_FAILURE_TIMEOUT": "1000"})
     for rank in range(3):
         job.wait_for(rank, "ready")
@@ -264,16 +266,16 @@ def test_a_late_rank_fails_one_operation_only(
                 submit("late").wait()
             except _native.StatusError as error:
                 print("caught:", error.code, error, flush=True)
-            open(os.environ["OVER"], "w").close()
-        while not os.path.exists(os.environ["OVER"]):
+            open(os.environ["DONE_FILE"], "w").close()
+        while not os.path.exists(os.environ["DONE_FILE"]):
             time.sleep(0.01)
         submit("last").wait()
-        print("went on", flush=True)
+        print("continued", flush=True)
         """
     )
-    patience = {"RINGJAX_STALL_WARNING": "0.3", "RINGJAX_COLLECTIVE_TIMEOUT": "4"}
-    over = {"OVER": str(tmp_path / "over")}
-    job = start_job(2, HEAD + script, env=patience | over)
+    timeouts = {"RINGJAX_STALL_WARNING": "0.3", "RINGJAX_COLLECTIVE_TIMEOUT": "4"}
+    done_file = {"DONE_FILE": str(tmp_path / "done")}
+    job = start_job(2, HEAD + script, env=timeouts | done_file)
     assert job.wait(30) == 0, job.logs()
     text = "rank 1 has not submitted allreduce 'late' (f64[4], SUM) for "
     assert f"caught: DEADLINE_EXCEEDED RINGJAX[world, epoch 0]: {text}4 s" in (
@@ -282,41 +284,42 @@ def test_a_late_rank_fails_one_operation_only(
     warning = rf"{re.escape(text)}[\d.]+ s; .*; still waiting\n"
     assert re.search(warning, job.output(0)), job.logs()
     for rank in range(2):
-        assert "went on" in job.output(rank)
+        assert "continued" in job.output(rank)
 
 
 def test_a_warning_names_some_of_many(start_job: StartJob, tmp_path: Path) -> None:
     script = dedent(
         """
         import os
-        many = [submit(f"n{i}") for i in range(20)] if rank == 0 else []
+        tickets = [submit(f"n{i}") for i in range(20)] if rank == 0 else []
         if rank == 1:
             while not os.path.exists(os.environ["WARNED"]):
                 time.sleep(0.01)
-            many = [submit(f"n{i}") for i in range(20)]
-        for one in many:
-            one.wait()
+            tickets = [submit(f"n{i}") for i in range(20)]
+        for ticket in tickets:
+            ticket.wait()
         """
     )
     warned = tmp_path / "warned"
     env = {"RINGJAX_STALL_WARNING": "0.5", "WARNED": str(warned)}
     job = start_job(2, HEAD + script, env=env)
-    # Not after some time: a warning waits for the answer of a late rank.
+    # Rank 0 prints a warning only after the reply of the late rank, so rank 1 waits for
+    # the warning and not for a fixed time.
     job.wait_for(0, " more operations")
     warned.touch()
     assert job.wait(30) == 0, job.logs()
-    # If rank 1 begins late, there is a warning about "first", too.
+    # If rank 1 starts slowly, there is a warning about "first", too.
     mark = "has not submitted allreduce 'n"
     warnings = [x for x in job.output(0).splitlines() if mark in x]
-    # The first tensor begins a round alone where the others are not submitted yet, so
-    # their ages, and with them the lines, may differ.
+    # A round may begin with the first tensor alone, before the others are submitted.
+    # Then the tensors have different ages, and are in more than one warning.
     assert 1 <= len(warnings) < 20, job.logs()
     assert "'n0'" in warnings[0]
     assert all(1 <= line.count("has not submitted") <= 5 for line in warnings)
     assert any(re.search(r"; and \d+ more operations", line) for line in warnings)
 
 
-def test_who_left_because_of_a_dead_rank_is_not_blamed(start_job: StartJob) -> None:
+def test_a_rank_that_left_after_a_kill_is_not_blamed(start_job: StartJob) -> None:
     script = dedent(
         """
         submit("all").wait()
@@ -338,7 +341,7 @@ def test_a_waiting_rank_can_be_interrupted(start_job: StartJob) -> None:
     job = start_job(2, WAITING)
     for rank in range(2):
         job.wait_for(rank, "ready")
-    time.sleep(0.3)  # by now it waits, or soon: either way it must end
+    time.sleep(0.3)  # the ranks wait by now, or soon; both cases must end
     job.interrupt()
     job.wait()
     assert "caught: KeyboardInterrupt" in job.output(0), job.logs()
@@ -364,10 +367,10 @@ def test_memory_of_an_interrupted_operation_cannot_be_resized(
 
         ringjax.init()
         rank = ringjax.rank()
-        mine, out = np.full(8, 1 + rank, np.uint8), bytearray(8)
+        x, out = np.full(8, 1 + rank, np.uint8), bytearray(8)
 
         def add():
-            ringjax.eager.allreduce(mine, ringjax.Sum, name="late", out=out)
+            ringjax.eager.allreduce(x, ringjax.Sum, name="late", out=out)
 
         if rank == 0:
             signal.signal(signal.SIGALRM, stop)
@@ -383,9 +386,9 @@ def test_memory_of_an_interrupted_operation_cannot_be_resized(
         ringjax.barrier()
         if rank == 1:
             add()
-        ringjax.eager.allreduce(mine, name="next")
+        ringjax.eager.allreduce(x, name="next")
         assert out == bytes([3]) * 8, out
-        while len(out) == 8:  # until the thread of the lane has let go of it
+        while len(out) == 8:  # until the thread of the lane has released the buffer
             try:
                 out.append(0)
             except BufferError:

@@ -1,4 +1,4 @@
-"""`out=` of the eager operations: results where the caller wants them."""
+"""The argument `out` of eager operations, the array that receives the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import ringjax
 from ringjax import eager
 from ringjax.errors import Mismatch
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 
@@ -87,7 +87,7 @@ def test_allgather_and_alltoall(world: World, each: int) -> None:
     assert rows is out and received.tolist() == [each] * size
 
 
-def test_rows_that_only_the_ranks_together_know(world: World) -> None:
+def test_out_must_have_the_rows_of_all_ranks(world: World) -> None:
     rank, size = world.rank, world.size
     x = _rows(rank, rank + 1)
     total = size * (size + 1) // 2
@@ -95,7 +95,7 @@ def test_rows_that_only_the_ranks_together_know(world: World) -> None:
     assert eager.grouped_allgather([x, x], name="g", out=[out, out.copy()])[0] is out
     expected = np.concatenate([_rows(r, r + 1) for r in range(size)])
     assert (out == expected).all()
-    # This rank hears of it, and the others have their results.
+    # Only the rank with the wrong `out` raises. The others receive their results.
     if rank == 0:
         with pytest.raises(ValueError, match=rf"result(?: has)? {total} rows|{total}"):
             eager.allgather(x, name="g", out=np.empty((total + 1, 3), np.float32))
@@ -118,7 +118,7 @@ def test_tensors_of_pytorch(world: World) -> None:
     assert (out == size).all()
 
 
-def test_what_cannot_be_written_to_is_refused_before_anything_is_sent(
+def test_an_unusable_out_is_refused_before_sending(
     world: World,
 ) -> None:
     x = np.arange(6, dtype=np.float32)
@@ -156,7 +156,7 @@ def test_what_cannot_be_written_to_is_refused_before_anything_is_sent(
     assert (eager.allreduce(np.ones(3), name="bad") == 1).all()
 
 
-def test_the_ranks_need_not_agree_about_out(world: World) -> None:
+def test_only_some_ranks_may_pass_out(world: World) -> None:
     rank, size = world.rank, world.size
     x = np.full(300, rank + 1.0)
     out = np.zeros(300) if rank == 0 else None

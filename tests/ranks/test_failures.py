@@ -1,7 +1,7 @@
-"""Stories with real processes: ranks that die, raise, leave, freeze, stall or disagree.
+"""Jobs in which a rank is killed, raises, leaves, freezes, stalls or disagrees.
 
-What every other rank must see: an error that names the culprit, soon; and of the job:
-the culprit's exit code, its reason last, and nothing left behind.
+Every other rank must soon raise an error that names the faulty rank. ringrun must exit
+with the code of that rank, print its reason last, and leave no process behind.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ import ringjax
 
 pytestmark = pytest.mark.launch("collectives")
 
-TELL = """
-# Where tests run in the background of a shell, Ctrl-C is ignored and that is inherited.
+REPORT_ERROR = """
+# If the tests run in the background of a shell, SIGINT is ignored, also in processes
+# that they start. So set the handler of Python.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# ringrun asks all to end a second after a loss; a busy one may be about to tell of it.
+# ringrun sends SIGTERM a second after a loss. On a busy machine a rank may not have
+# printed its error by then.
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-def tell(error):
+def report(error):
     sys.stdout.write(f"caught at {time.monotonic()}: {error}\\n")
     sys.stdout.flush()
 """
 
-# Tests that are not about XLA need no jax: numpy_only calls as a program does.
+# Tests that are not about XLA do not import jax, which is slow. numpy_only makes the
+# calls of a compiled program.
 HEAD = (
     """
 import os, signal, sys, time
@@ -54,10 +57,10 @@ def train(steps):
 def loss():
     allreduce(np.ones(4, "f4"), name="loss")
 """
-    + TELL
+    + REPORT_ERROR
 )
 
-# Tests with these names are about XLA: its handling of errors and signals.
+# For tests about the way in which XLA handles errors and signals.
 COMPILED = (
     """
 import os, signal, sys, time
@@ -85,7 +88,7 @@ def train(steps):
 def loss():
     jax.block_until_ready(ringjax.allreduce(jnp.ones(4), name="loss"))
 """
-    + TELL
+    + REPORT_ERROR
 )
 
 TRAIN = """
@@ -93,57 +96,61 @@ train(10)
 print("training", flush=True)
 """
 
-TRAIN_ON = (
+TRAIN_FOREVER = (
     TRAIN
     + """
 try:
     train(10**9)
 except Exception as error:
-    tell(error)
+    report(error)
     raise
 """
 )
 
 WAIT = """
-loss()  # compiled, if it is: the next one is in the core within a moment
+loss()  # compiles the function, so the next call reaches the core at once
 print("ready", flush=True)
 try:
     if rank == 0:
         time.sleep(600)
     loss()
 except BaseException as error:
-    tell(repr(error))
+    report(repr(error))
     raise
 """
 
-# The timeout for silent ranks is longer than a test.
-PATIENT = {"RINGJAX_FAILURE_TIMEOUT": "600", "RINGJAX_COLLECTIVE_TIMEOUT": "600"}
+# Longer than a test, so that no timeout can be the cause of an error.
+NO_TIMEOUTS = {"RINGJAX_FAILURE_TIMEOUT": "600", "RINGJAX_COLLECTIVE_TIMEOUT": "600"}
 
 
-class Watch:
-    """Two seconds on an idle machine, and as many more as a job takes to start here."""
+class Stopwatch:
+    """Measures whether something happens within 2 s and twice the start of the job.
+
+    The time from the creation of the stopwatch to `start` is taken as the time in which
+    the job starts. So the limit grows on a busy machine.
+    """
 
     def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._now = self._limit = 0.0
+        self._created = time.monotonic()
+        self._started = self._limit = 0.0
 
-    def press(self, now: float = 0.0) -> None:
-        """Starts the measurement. The time so far, a job's start, sets the limit."""
-        self._now = now or time.monotonic()
-        self._limit = 2 + 2 * (self._now - self._begin)
+    def start(self, now: float = 0.0) -> None:
+        """Starts the measurement at `now`, by default the current time."""
+        self._started = now or time.monotonic()
+        self._limit = 2 + 2 * (self._started - self._created)
 
-    def runs(self, when: float = 0.0) -> bool:
-        """Whether the limit had not passed at `when`, by default now."""
-        return (when or time.monotonic()) - self._now < self._limit
+    def in_time(self, when: float = 0.0) -> bool:
+        """Whether `when`, by default the current time, is within the limit."""
+        return (when or time.monotonic()) - self._started < self._limit
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch()
+def stopwatch() -> Stopwatch:
+    return Stopwatch()
 
 
 def _caught(job: Job, rank: int) -> tuple[float, str]:
-    """The time at which a rank caught its error, and the error's text."""
+    """Returns the time at which a rank caught its error, and the text of the error."""
     assert "caught at " in job.output(rank), job.logs()
     when, _, text = job.output(rank).partition("caught at ")[2].partition(": ")
     return float(when), text
@@ -155,23 +162,23 @@ def _all_print(job: Job, text: str) -> None:
 
 
 def test_a_killed_rank_is_named_by_the_others_within_two_seconds(
-    watch: Watch, start_job: StartJob
+    stopwatch: Stopwatch, start_job: StartJob
 ) -> None:
-    job = start_job(3, HEAD + TRAIN_ON, env=PATIENT)
+    job = start_job(3, HEAD + TRAIN_FOREVER, env=NO_TIMEOUTS)
     _all_print(job, "training")
-    watch.press()
+    stopwatch.start()
     job.kill(rank=1)
     assert job.wait(40) == 128 + signal.SIGKILL, job.logs()
     for rank in (0, 2):
         when, text = _caught(job, rank)
-        assert watch.runs(when), job.logs()
+        assert stopwatch.in_time(when), job.logs()
         assert "rank 1" in text
     assert "rank 1" in job.launcher_output().splitlines()[-1]
 
 
-@pytest.mark.parametrize("way", ["core", "compiled"])
+@pytest.mark.parametrize("program", ["core", "compiled"])
 def test_an_exception_reaches_every_rank_with_its_text(
-    watch: Watch, start_job: StartJob, way: str
+    stopwatch: Stopwatch, start_job: StartJob, program: str
 ) -> None:
     script = """
     try:
@@ -179,16 +186,17 @@ def test_an_exception_reaches_every_rank_with_its_text(
             raise ValueError("the data set is gone")
         train(10**9)
     except Exception as error:
-        tell(error)
+        report(error)
         raise
     """
-    head = {"core": HEAD, "compiled": COMPILED}[way]
-    job = start_job(3 if way == "core" else 2, head + TRAIN + dedent(script), PATIENT)
+    head = {"core": HEAD, "compiled": COMPILED}[program]
+    np = 3 if program == "core" else 2
+    job = start_job(np, head + TRAIN + dedent(script), NO_TIMEOUTS)
     assert job.wait(40) == 1, job.logs()
-    watch.press(_caught(job, 1)[0])
+    stopwatch.start(_caught(job, 1)[0])
     for rank in {*range(job.np)} - {1}:
         when, text = _caught(job, rank)
-        assert watch.runs(when), job.logs()
+        assert stopwatch.in_time(when), job.logs()
         assert "rank 1" in text
         assert "ValueError: the data set is gone" in text
     last = job.launcher_output().splitlines()[-1]
@@ -199,13 +207,13 @@ def test_an_exception_reaches_every_rank_with_its_text(
 def test_a_killed_rank_is_a_peer_lost_around_a_compiled_step(
     start_job: StartJob,
 ) -> None:
-    """JAX calls it a ValueError or a JaxRuntimeError, as the step was called."""
+    """JAX raises ValueError or JaxRuntimeError; `errors.translated` raises PeerLost."""
     script = """
     try:
         with ringjax.errors.translated():
             train(10**9)
     except ringjax.errors.PeerLost as error:
-        tell(f"{error.rank} {error.op} {error.tensor} because of {error.__cause__!r}")
+        report(f"{error.rank} {error.op} {error.tensor} because of {error.__cause__!r}")
 
     @ringjax.errors.translated()
     def plain():
@@ -216,7 +224,7 @@ def test_a_killed_rank_is_a_peer_lost_around_a_compiled_step(
     except ringjax.errors.PeerLost as error:
         print("then", error.rank, error.op, error.tensor, flush=True)
     """
-    job = start_job(2, COMPILED + TRAIN + dedent(script), env=PATIENT)
+    job = start_job(2, COMPILED + TRAIN + dedent(script), env=NO_TIMEOUTS)
     _all_print(job, "training")
     job.kill(rank=1)
     job.wait(40)
@@ -233,10 +241,10 @@ def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
     try:
         train(10**9)
     except Exception as error:
-        tell(error)
+        report(error)
     """
-    job = start_job(3, HEAD + TRAIN + dedent(script), env=PATIENT)
-    assert job.wait(40) == 0, job.logs()  # the others survived it
+    job = start_job(3, HEAD + TRAIN + dedent(script), env=NO_TIMEOUTS)
+    assert job.wait(40) == 0, job.logs()  # the others catch the error and end
     for rank in (0, 2):
         _, text = _caught(job, rank)
         assert "rank 1 has shut down before this call" in text
@@ -244,8 +252,8 @@ def test_a_rank_that_leaves_early_is_named(start_job: StartJob) -> None:
 
 
 def test_a_frozen_rank_is_named_after_the_failure_timeout(start_job: StartJob) -> None:
-    patience = {"RINGJAX_FAILURE_TIMEOUT": "4", "RINGJAX_HEARTBEAT": "0.2"}
-    job = start_job(3, HEAD + TRAIN_ON, env={**PATIENT, **patience})
+    timeouts = {"RINGJAX_FAILURE_TIMEOUT": "4", "RINGJAX_HEARTBEAT": "0.2"}
+    job = start_job(3, HEAD + TRAIN_FOREVER, env={**NO_TIMEOUTS, **timeouts})
     _all_print(job, "training")
     job.kill(rank=2, sig=signal.SIGSTOP)
     assert job.wait(40) != 0, job.logs()
@@ -257,7 +265,7 @@ def test_a_rank_that_never_calls_is_named_after_the_deadline(
     start_job: StartJob,
 ) -> None:
     limit = {"RINGJAX_COLLECTIVE_TIMEOUT": "3"}
-    job = start_job(3, HEAD + WAIT, env={**PATIENT, **limit})
+    job = start_job(3, HEAD + WAIT, env={**NO_TIMEOUTS, **limit})
     assert job.wait(40) != 0, job.logs()
     for rank in (1, 2):
         _, text = _caught(job, rank)
@@ -266,38 +274,40 @@ def test_a_rank_that_never_calls_is_named_after_the_deadline(
 
 
 def test_ctrl_c_ends_a_waiting_job_within_two_seconds(
-    watch: Watch, start_job: StartJob
+    stopwatch: Stopwatch, start_job: StartJob
 ) -> None:
-    job = start_job(3, HEAD + WAIT, env=PATIENT)
+    job = start_job(3, HEAD + WAIT, env=NO_TIMEOUTS)
     _all_print(job, "ready")
-    time.sleep(0.3)  # lets the others enter the collective, mostly
-    watch.press()
+    time.sleep(0.3)  # the others are probably in the collective now
+    stopwatch.start()
     job.interrupt()
     assert job.wait(40) == 128 + signal.SIGINT, job.logs()
-    assert watch.runs()
+    assert stopwatch.in_time()
     assert leaks.settle(lambda: list(leaks.processes(job.id).values())) == []
-    # No rank had to be killed. SIGINT may interrupt a rank that already reports a lost
-    # peer: then the words are in the source line of its traceback.
+    # All ranks ended by an exception, so ringrun killed none. SIGINT may interrupt a
+    # rank that already reports a lost peer; then "caught at " is in the source line
+    # that its traceback prints.
     outputs = [job.output(rank) for rank in range(3)]
     assert all("caught at " in output for output in outputs), job.logs()
     assert any("KeyboardInterrupt" in output for output in outputs), job.logs()
 
 
 def test_a_rank_that_waits_in_a_program_of_xla_can_be_interrupted(
-    watch: Watch, start_job: StartJob
+    stopwatch: Stopwatch, start_job: StartJob
 ) -> None:
-    job = start_job(2, COMPILED + WAIT, env=PATIENT)
+    job = start_job(2, COMPILED + WAIT, env=NO_TIMEOUTS)
     _all_print(job, "ready")
-    time.sleep(0.3)  # lets rank 1 enter the collective, mostly
-    watch.press()
+    time.sleep(0.3)  # rank 1 is probably in the collective now
+    stopwatch.start()
     job.kill(rank=1, sig=signal.SIGINT)
     job.wait_for(1, "caught at ")
     when, text = _caught(job, 1)
-    assert watch.runs(when)
+    assert stopwatch.in_time(when)
     assert "KeyboardInterrupt" in text
 
 
-# name -> words of the error, and rank 1's arguments; other ranks reduce f32[4] by Sum
+# For each disagreement, parts of the error, and a function that returns the arguments
+# of rank 1. The other ranks reduce f32[4] with Sum.
 DISAGREEMENTS: dict[str, tuple[list[str], Callable[[Any], dict[str, Any]]]] = {
     "shape": (["f32[4]", "f32[3]"], lambda x: {"tensor": x[:3]}),
     "rank": (["f32[4]", "f32[2,2]"], lambda x: {"tensor": x.reshape(2, 2)}),
@@ -352,17 +362,17 @@ def _mismatch(call: Callable[[], Any]) -> str:
 
 
 def _still_usable(world: World, text: str) -> None:
-    """The next collectives work, and show that all ranks had the same text."""
+    """Checks that the next collective works and that `text` is equal on all ranks."""
     number = np.array([zlib.crc32(text.encode())], np.uint32)
     every = np.asarray(ringjax.allgather(number))
     assert every.tolist() == number.tolist() * world.size
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_a_full_disk_behind_stderr_ends_nothing(
+def test_a_full_disk_behind_stderr_fails_no_rank(
     start_job: StartJob, elastic: bool
 ) -> None:
-    """Strangers connect, which is logged. A lost log must not disturb the job."""
+    """Unrelated programs connect, and ringjax logs it to a stderr that is full."""
     script = """
 import os, socket
 os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
@@ -371,10 +381,10 @@ import ringjax
 from ringjax import eager, runtime
 
 ringjax.init()
-door = runtime.current("test")._listener.unix_name
+address = runtime.current("test")._listener.unix_name
 for _ in range(3):
     with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect("\\0" + door)
+        stranger.connect("\\0" + address)
         stranger.sendall(b"x" * 4096)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Looking at jobs that run: metrics, `ringjax top`, and lookers that mean no good."""
+"""Monitoring of running jobs: metrics, `ringjax top`, and faulty or hostile clients."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def watched(start_job: StartJob, tmp_path: Path) -> MonitoredJob:
     return MonitoredJob(start_job, tmp_path)
 
 
-BOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
+DASHBOARD = json.loads((ROOT / "examples/grafana/dashboard.json").read_text())
 
 
-def _moves(job: JobConnection, seconds: float = 20.0) -> Iterator[JobStatus]:
+def _statuses(job: JobConnection, seconds: float = 20.0) -> Iterator[JobStatus]:
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if (status := job.read(left)) is not None:
@@ -45,10 +45,10 @@ def _moves(job: JobConnection, seconds: float = 20.0) -> Iterator[JobStatus]:
 
 def _until(job: JobConnection, done: Callable[[JobStatus], bool]) -> JobStatus:
     last: JobStatus | None = None
-    for last in _moves(job):
+    for last in _statuses(job):
         if done(last):
             return last
-    pytest.fail(f"never so: {last}")
+    pytest.fail(f"the condition never held; the last status: {last}")
 
 
 def test_metrics_of_a_job_on_two_hosts(watched: MonitoredJob) -> None:
@@ -89,28 +89,28 @@ def test_metrics_of_a_job_with_losses_and_joins(watched: MonitoredJob) -> None:
     assert after["ringjax_losses_total"][""] == 1 and after["ringjax_epoch"][""] >= 2
     for name in ("ringjax_rank_calls_total", "ringjax_collective_bytes_total"):
         for labels, value in before[name].items():
-            assert after[name][labels] >= value, name  # also for a lost worker
+            assert after[name][labels] >= value, name  # lost workers keep their sums
     watched.end()
 
 
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed"
 )
-def test_prometheus_scrapes_it(watched: MonitoredJob) -> None:
+def test_prometheus_scrapes_a_job(watched: MonitoredJob) -> None:
     token = watched.folder / "token"
     token.touch(0o600)
     token.write_text("0123456789abcdef")
     options = ("--metrics", "0", "--metrics-token-file", str(token))
     watched.start(2, STATIC, *options)
-    target = urllib.parse.urlsplit(watched.url()).netloc
+    address = urllib.parse.urlsplit(watched.url()).netloc
     config = watched.folder / "prometheus.yml"
     scrape = {
         "job_name": "ringjax",
         "scrape_interval": "1s",
-        "static_configs": [{"targets": [target]}],
+        "static_configs": [{"targets": [address]}],
         "authorization": {"credentials_file": str(token)},
     }
-    config.write_text(json.dumps({"scrape_configs": [scrape]}))  # which is YAML, too
+    config.write_text(json.dumps({"scrape_configs": [scrape]}))  # JSON is YAML
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with subprocess.Popen(
@@ -125,43 +125,43 @@ def test_prometheus_scrapes_it(watched: MonitoredJob) -> None:
     ) as prometheus:
         try:
             delay = "rate(ringjax_rank_delay_seconds_total[20s])"
-            (late,) = _ask(port, f"topk(1, {delay} > 0)")
+            (late,) = _query(port, f"topk(1, {delay} > 0)")
             assert late["metric"]["rank"] == "1" and float(late["value"][1]) < 1
             quantile = (
                 "histogram_quantile(0.5, sum by (le)"
                 "(rate(ringjax_collective_move_seconds_bucket[20s])))"
             )
-            (median,) = _ask(port, quantile)
+            (median,) = _query(port, quantile)
             assert float(median["value"][1]) > 1e-6
-            (up,) = _ask(port, 'up{job="ringjax"}')
+            (up,) = _query(port, 'up{job="ringjax"}')
             assert up["value"][1] == "1"
-            for panel in BOARD["panels"]:
-                for asked in panel["targets"]:
-                    query = asked["expr"].replace("$__rate_interval", "20s")
-                    assert _ask(port, query.replace("$instance", ".*")), query
+            for panel in DASHBOARD["panels"]:
+                for target in panel["targets"]:
+                    query = target["expr"].replace("$__rate_interval", "20s")
+                    assert _query(port, query.replace("$instance", ".*")), query
         finally:
             prometheus.terminate()
     watched.end()
 
 
-def _ask(port: int, query: str) -> list[dict[str, Any]]:
-    """Prometheus's answer, as soon as it has one."""
-    where = f"http://127.0.0.1:{port}/api/v1/query?"
+def _query(port: int, query: str) -> list[dict[str, Any]]:
+    """Queries Prometheus until the result is not empty, and returns the result."""
+    url = f"http://127.0.0.1:{port}/api/v1/query?"
     found: list[list[dict[str, Any]]] = [[]]
 
-    def look() -> list[str]:
+    def send_query() -> list[str]:
         with contextlib.suppress(OSError):
-            url = where + urllib.parse.urlencode({"query": query})
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                result = json.load(answer)["data"]["result"]
+            encoded = urllib.parse.urlencode({"query": query})
+            with urllib.request.urlopen(url + encoded, timeout=5) as response:
+                result = json.load(response)["data"]["result"]
                 found[0] = [one for one in result if one["value"][1] != "NaN"]
-        return [] if found[0] else ["no answer"]
+        return [] if found[0] else ["no result"]
 
-    assert not leaks.settle(look, 30), query
+    assert not leaks.settle(send_query, 30), query
     return found[0]
 
 
-def test_top_of_a_job_that_was_started_without_a_thought_of_it(
+def test_top_of_a_job_started_without_monitoring_options(
     watched: MonitoredJob,
 ) -> None:
     watched.start(3, ELASTIC, "--min-np", "2")
@@ -169,7 +169,7 @@ def test_top_of_a_job_that_was_started_without_a_thought_of_it(
         seen = _until(job, lambda s: s.view.culprit == 1 and s.view.step > 0)
         assert [row.rank for row in seen.view.rows] == [0, 1, 2]
         assert seen.view.step > 0.02
-        assert 0.5 < seen.view.step * seen.view.rate < 8  # two calls in each
+        assert 0.5 < seen.view.step * seen.view.rate < 8  # a step has two calls
         assert seen.view.rows[1].place.endswith(("in load", "in step"))
         assert seen.view.rows[0].waits > 2 * seen.view.rows[1].waits
         assert seen.events == [] and seen.elastic and seen.pid == watched.job.pid
@@ -190,7 +190,7 @@ def test_top_of_a_job_that_was_started_without_a_thought_of_it(
     watched.end()
 
 
-def test_a_rank_that_is_stopped_is_seen_from_outside(watched: MonitoredJob) -> None:
+def test_top_shows_a_stopped_rank(watched: MonitoredJob) -> None:
     watched.start(2, STATIC)
     with contextlib.closing(watched.attach()) as job:
         _until(job, lambda s: len(s.view.rows) == 2)
@@ -202,22 +202,22 @@ def test_a_rank_that_is_stopped_is_seen_from_outside(watched: MonitoredJob) -> N
     watched.end()
 
 
-def test_nobody_is_asked_while_nobody_looks(watched: MonitoredJob) -> None:
-    """Not before somebody looks, and not any more when nobody does."""
+def test_no_samples_are_sent_without_a_client(watched: MonitoredJob) -> None:
+    """Ranks send samples only while a client is connected."""
     watched.start(2, STATIC)
     path = watched.path()
     watched.wait_until_started()
     traffic = _Traffic(watched)
-    assert not leaks.settle(lambda: ["told"] * (traffic.since(1.5) > 0), 15)
+    assert not leaks.settle(lambda: ["sent"] * (traffic.since(1.5) > 0), 15)
     with contextlib.closing(JobConnection(path)) as job:
         _until(job, lambda s: len(s.view.rows) == 2)
         assert traffic.since() > 0
-    assert not leaks.settle(lambda: ["told"] * (traffic.since(0.5) > 0), 10)
+    assert not leaks.settle(lambda: ["sent"] * (traffic.since(0.5) > 0), 10)
     watched.end()
 
 
 class _Traffic:
-    """System calls by which ringrun has read something: what ranks tell among them."""
+    """The bytes that ringrun has read in system calls, which include all samples."""
 
     def __init__(self, watched: MonitoredJob) -> None:
         self._pid = watched.job.pid
@@ -228,7 +228,7 @@ class _Traffic:
         return int(re.findall(r"rchar: (\d+)", text)[0])
 
     def since(self, seconds: float = 0.0) -> int:
-        """Bytes since the last time, or within so much time."""
+        """Returns the bytes read since the last call, or in the next `seconds`."""
         if seconds:
             self._before = self._read()
             time.sleep(seconds)
@@ -240,10 +240,10 @@ VIEWERS = (b"\0" * 100_000, b"{" * 100_000, b"", sockets.HELLO, sockets.HELLO + 
 CLIENTS = (b"\xff" * 1000, b"GET /met", b"GET /metrics HTTP/1.0\r\n\r\n")
 
 
-def test_lookers_that_hang_or_talk_nonsense_do_not_disturb_the_job(
+def test_bad_monitoring_clients_do_not_disturb_the_job(
     watched: MonitoredJob,
 ) -> None:
-    """More than there are places for: stopped, silent, talking, gone."""
+    """More clients connect than the monitor admits, and most of them send garbage."""
     watched.start(2, STATIC, "--metrics", "0")
     path, url = watched.path(), urllib.parse.urlsplit(watched.url())
     top = subprocess.Popen(
@@ -265,11 +265,11 @@ def test_lookers_that_hang_or_talk_nonsense_do_not_disturb_the_job(
             with contextlib.suppress(OSError):
                 sock.sendall(data)
         for data in CLIENTS * 10:
-            where = url.hostname, url.port
-            sock = stack.enter_context(socket.create_connection(where, 5))
+            address = url.hostname, url.port
+            sock = stack.enter_context(socket.create_connection(address, 5))
             sock.sendall(data)
         before = watched.metrics()["ringjax_rank_calls_total"]
-        # The job goes on meanwhile, and so does who looks properly.
+        # Meanwhile the job continues, and correct clients receive metrics.
         watched.wait_for(
             lambda m: m["ringjax_rank_calls_total"]["0"] > before.get("0", 0) + 100
         )
@@ -280,7 +280,7 @@ def test_lookers_that_hang_or_talk_nonsense_do_not_disturb_the_job(
     assert [line for line in lines if not line.startswith("ringrun: metrics")] == []
 
 
-NONSENSE = """
+BAD_SAMPLES = """
 import os, socket, threading
 garbage = [
     b"",
@@ -292,53 +292,55 @@ garbage = [
     b'{"id":0}\\n{"rank":1e999,"size":2}\\n\\xff\\xfe\\n',
     b'{"id":' + b"9" * 5000 + b"}\\n",
 ]
-held = []
+open_sockets = []
 
-def talk():
+def send_garbage():
     for data in garbage * 5:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect("\\0" + os.environ["RINGJAX_MONITOR"])
-        held.append(sock)
+        open_sockets.append(sock)
         try:
             sock.sendall(data)
         except OSError:
             pass
 
-threading.Thread(target=talk).start()
+threading.Thread(target=send_garbage).start()
 """
 
 
-def test_a_process_that_tells_nonsense_disturbs_nobody(watched: MonitoredJob) -> None:
-    watched.start(2, NONSENSE + STATIC, "--metrics", "0", "--report", "1")
+def test_bad_samples_do_not_disturb_the_job(watched: MonitoredJob) -> None:
+    watched.start(2, BAD_SAMPLES + STATIC, "--metrics", "0", "--report", "1")
     watched.wait_for(
         lambda m: min(m.get("ringjax_rank_calls_total", {"": 0}).values()) > 100
     )
-    told = watched.job.launcher_output
-    assert not leaks.settle(lambda: ["no"] * ("<- all wait for it" not in told()), LONG)
+    output = watched.job.launcher_output
+    assert not leaks.settle(
+        lambda: ["no report"] * ("<- all wait for it" not in output()), LONG
+    )
     watched.end()
-    assert "nothing more is told" not in told()
+    assert "nothing more is told" not in output()
 
 
-def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
+def test_errors_in_the_monitor_are_logged_and_the_job_continues(
     watched: MonitoredJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ringrun's own code fails, as if it had a mistake."""
-    # Not forked: the mistake is made when a Python starts.
+    """Plants an error into the monitor of ringrun."""
+    # A new Python imports sitecustomize.py, but a process forked by warm.py does not.
     monkeypatch.setenv("RINGJAX_TEST_COLD", "1")
     broken = watched.folder / "sitecustomize.py"
     broken.write_text(
         "import sys\n"
         "if sys.argv[0] == '-m' and 'ringjax.run' in sys.orig_argv:\n"
         "    from ringjax.monitor import view\n"
-        "    def look(*_):\n"
+        "    def fail(*_):\n"
         "        raise ZeroDivisionError('a mistake')\n"
-        "    view.make_view = look\n"
+        "    view.make_view = fail\n"
     )
     path = f"{watched.folder}:{environment('', {})['PYTHONPATH']}"
     watched.start(2, STATIC, "--report", "1", PYTHONPATH=path)
-    said = "nothing more is told of the ranks: ZeroDivisionError: a mistake"
+    logged = "nothing more is told of the ranks: ZeroDivisionError: a mistake"
     assert not leaks.settle(
-        lambda: [] if said in watched.job.launcher_output() else ["no"], 20
+        lambda: [] if logged in watched.job.launcher_output() else ["no"], 20
     ), watched.job.logs()
     time.sleep(1)
     watched.end()
@@ -364,7 +366,7 @@ def test_what_goes_wrong_in_the_monitor_is_said_and_the_job_goes_on(
         (["--metrics-file", "x.txt"], "expected NAME.prom"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_bad_options_are_refused_before_the_job_starts(
     watched: MonitoredJob, options: list[str], why: str
 ) -> None:
     token = watched.folder / "token"

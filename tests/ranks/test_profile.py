@@ -1,4 +1,4 @@
-"""Profiles of real jobs: in a program, of a whole job, and when something breaks."""
+"""Profiles of real jobs: of a part of a program, of a whole job, and with failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ringjax.profile import archive, breakdown, parts
 
 
 def shared(folder: Path) -> Path:
-    """Rank 0's folder, on all ranks."""
+    """Returns the folder of rank 0, on all ranks."""
     return Path(runtime.current("test").exchange(str(folder), "a path")[0])
 
 
@@ -48,7 +48,9 @@ def _merged(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 2, 3)
-def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
+def test_a_profile_contains_all_ranks_and_both_lanes(
+    world: World, tmp_path: Path
+) -> None:
     folder = shared(tmp_path) / "profile"
     _step()
     eager.barrier(name="before")
@@ -75,23 +77,25 @@ def test_all_ranks_and_both_lanes(world: World, tmp_path: Path) -> None:
     for rank in range(world.size):
         slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
         assert [e["name"] for e in slices].count("allreduce y") == 5
-    # JAX's own, moved to where ours are.
-    ours = sorted(
+    # The merged profile shifts the events of JAX to the clock of ringjax's events.
+    own = sorted(
         e["ts"] for e in events if e["pid"] == 0 and e["name"] == "allreduce y"
     )
-    theirs = sorted(
+    of_jax = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events
         if e["pid"] // 1_000_000 == 1 and e["name"] == "ringjax.allreduce"
         and "hlo_op" in e["args"]
     )  # fmt: skip
-    assert len(theirs) == 5
-    for mine, (begin, end) in zip(ours, theirs, strict=True):
-        assert begin - 100 < mine < end + 100  # microseconds
+    assert len(of_jax) == 5
+    for time_us, (begin, end) in zip(own, of_jax, strict=True):
+        assert begin - 100 < time_us < end + 100
 
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2, 3)
-def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
+def test_a_profile_shows_buckets_beside_the_program(
+    world: World, tmp_path: Path
+) -> None:
     folder = shared(tmp_path) / "profile"
     tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=4096)
     grads = {"a": jnp.ones(1500), "b": jnp.ones((50, 40))}
@@ -105,7 +109,7 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
     with ringjax.profile(folder, jax_trace=False):
         for _ in range(6):
             if world.rank == 1:
-                time.sleep(0.1)  # for the others nothing is behind that
+                time.sleep(0.1)  # the other ranks wait, and have nothing to overlap
             _, state = update(state)
             jax.block_until_ready(state)
         time.sleep(0.3)
@@ -117,22 +121,22 @@ def test_buckets_beside_the_program(world: World, tmp_path: Path) -> None:
         assert len(calls) >= 12
         assert all(call.overlapped for call in calls)
     first = breakdown.rank_breakdowns(breakdown.MergedProfile.of(found))[0]
-    assert found[0].sent[-1][2] > 0.3  # seconds at the end of a step
+    assert found[0].sent[-1][2] > 0.3  # the end of the last step, in seconds
     assert first.waits > first.moves
 
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 2, 3)
-def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
+def test_a_profile_ends_after_its_number_of_steps(world: World, tmp_path: Path) -> None:
     folder = shared(tmp_path) / "profile"
-    made = ringjax.profile(folder, steps=3, jax_trace=False)
-    until, over = time.monotonic() + 30, False
-    while not over:
+    profile = ringjax.profile(folder, steps=3, jax_trace=False)
+    deadline, all_done = time.monotonic() + 30, False
+    while not all_done:
         _step()
-        assert time.monotonic() < until
-        done = np.array([parts.complete(folder, made._recording.run)], np.float64)
-        over = bool(eager.allreduce(done, name="done", op=ringjax.Min)[0])
-    made.stop()
+        assert time.monotonic() < deadline
+        done = np.array([parts.complete(folder, profile._recording.run)], np.float64)
+        all_done = bool(eager.allreduce(done, name="done", op=ringjax.Min)[0])
+    profile.stop()
     if world.rank == 0:
         for rank in breakdown.rank_breakdowns(
             breakdown.MergedProfile.of(parts.read(folder))
@@ -143,13 +147,13 @@ def test_it_ends_after_so_many_steps(world: World, tmp_path: Path) -> None:
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2)
-def test_the_program_may_say_what_a_step_is(world: World, tmp_path: Path) -> None:
+def test_the_program_may_mark_its_steps(world: World, tmp_path: Path) -> None:
     folder = shared(tmp_path) / "profile"
-    with ringjax.profile(folder, jax_trace=False) as made:
+    with ringjax.profile(folder, jax_trace=False) as profile:
         for _ in range(4):
             for _ in range(3):
                 _step()
-            made.step()
+            profile.step()
     if world.rank == 0:
         for rank in breakdown.rank_breakdowns(
             breakdown.MergedProfile.of(parts.read(folder))
@@ -159,7 +163,7 @@ def test_the_program_may_say_what_a_step_is(world: World, tmp_path: Path) -> Non
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2)
-def test_a_trace_of_the_programs_own_goes_on(world: World, tmp_path: Path) -> None:
+def test_a_running_trace_of_the_program_continues(world: World, tmp_path: Path) -> None:
     folder = shared(tmp_path) / "profile"
     with jax.profiler.trace(str(tmp_path / "own")):
         with ringjax.profile(folder):
@@ -168,15 +172,15 @@ def test_a_trace_of_the_programs_own_goes_on(world: World, tmp_path: Path) -> No
     assert list((tmp_path / "own").rglob("*.xplane.pb"))
     eager.barrier(name="all have ended")
     if world.rank == 0:
-        said = parts.describe_missing(parts.read(folder))
-        assert len(said) == 2
-        assert all("without jax's own trace" in text for text in said)
+        missing = parts.describe_missing(parts.read(folder))
+        assert len(missing) == 2
+        assert all("without jax's own trace" in text for text in missing)
 
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["start_trace", "trace"])
-def test_our_trace_gives_way_to_the_programs(
+def test_a_trace_of_the_program_replaces_that_of_the_profile(
     world: World, tmp_path: Path, kind: str
 ) -> None:
     folder = shared(tmp_path) / "profile"
@@ -202,7 +206,9 @@ def test_our_trace_gives_way_to_the_programs(
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2)
-def test_what_cannot_be_recorded_is_said_at_once(world: World, tmp_path: Path) -> None:
+def test_bad_profile_arguments_are_refused_at_once(
+    world: World, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Not a directory"):
         ringjax.profile(tmp_path / "file" / "below")
@@ -223,11 +229,11 @@ for step in range(40):
     eager.allreduce(np.ones(1000), name="gradients")
     if step == 20:
         time.sleep(0.5)
-        exec(os.environ.get("RINGJAX_TEST_DEED", ""))
+        exec(os.environ.get("RINGJAX_TEST_CODE", ""))
 """
 
 
-def test_of_a_whole_job(start_job: StartJob, tmp_path: Path) -> None:
+def test_a_profile_of_a_whole_job(start_job: StartJob, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     job = start_job(3, SCRIPT, options=["--profile", str(folder)])
     assert job.wait(60) == 0, job.logs()
@@ -245,13 +251,13 @@ def test_of_a_whole_job(start_job: StartJob, tmp_path: Path) -> None:
     assert done.stdout.strip() in text
 
 
-def test_a_rank_that_dies_leaves_what_it_had(
+def test_a_killed_rank_leaves_its_part_of_the_profile(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     folder = tmp_path / "profile"
-    deed = "if ringjax.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)"
+    kill = "if ringjax.rank() == 1: os.kill(os.getpid(), signal.SIGKILL)"
     job = start_job(
-        3, SCRIPT, options=["--profile", str(folder)], env={"RINGJAX_TEST_DEED": deed}
+        3, SCRIPT, options=["--profile", str(folder)], env={"RINGJAX_TEST_CODE": kill}
     )
     assert job.wait(60) == 137, job.logs()
     text = job.launcher_output()
@@ -263,7 +269,7 @@ def test_a_rank_that_dies_leaves_what_it_had(
     assert (folder / archive.ARCHIVE).exists()
 
 
-def test_a_full_disk_ends_the_profile_and_not_the_job(
+def test_a_full_disk_ends_the_profile_but_not_the_job(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     folder = tmp_path / "profile"
@@ -274,15 +280,15 @@ def test_a_full_disk_ends_the_profile_and_not_the_job(
         found = re.findall(
             r"the profile of rank (\d) ends here: (.*)", job.output(rank)
         )
-        ((who, why),) = found
-        assert int(who) == rank
-        assert "File too large" in why
+        ((number, reason),) = found
+        assert int(number) == rank
+        assert "File too large" in reason
     text = job.launcher_output()
     assert "rank 0: its file has no end" in text
     assert (folder / archive.ARCHIVE).exists()
 
 
-def test_an_impossible_folder_ends_ringrun_before_the_job(
+def test_an_unusable_folder_fails_ringrun_before_the_job(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -322,7 +328,7 @@ with ringjax.profile(sys.argv[1]):
 def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
     start_job: StartJob, tmp_path: Path
 ) -> None:
-    """Each rank's clock is ahead by 1000 s times its number; exactly so."""
+    """The clock of rank n is ahead by exactly 1000 n seconds, by a time namespace."""
     if subprocess.run(["unshare", "-T", "true"], capture_output=True).returncode:
         pytest.skip("this kernel has no namespaces for time")
     folder, script = tmp_path / "profile", tmp_path / "clocks.py"
@@ -340,12 +346,12 @@ def test_clocks_of_two_namespaces_agree_within_half_a_round_trip(
     assert merged.clock.error is not None
     trips = [reading.trip for part in found[1:] for reading in part.readings]
     assert merged.clock.error <= max(trips) / 2
-    # Nobody goes on from a barrier before the last one has come.
+    # No rank passes a barrier before the last rank has entered it.
     for exchange in merged.exchanges:
-        came = max(share.entered for share in exchange.ranks)
+        last_entered = max(share.entered for share in exchange.ranks)
         for share in exchange.ranks:
             assert share.agreed is not None
-            assert share.agreed >= came - merged.clock.error
+            assert share.agreed >= last_entered - merged.clock.error
     assert "clocks agree within" in breakdown.format_breakdown(merged)
 
 
@@ -359,7 +365,9 @@ while not os.path.exists(sys.argv[0] + ".stop"):
 """
 
 
-def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> None:
+def test_a_profile_of_an_elastic_job_that_loses_a_worker(
+    start: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "profile"
     job: ElasticJob = start(3, ELASTIC, env={"RINGJAX_PROFILE": str(folder)})
     for worker in range(3):
@@ -376,8 +384,8 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
     assert [len(part.members) for part in found] == [1, 2, 2]
     # After the loss, the remaining workers have moved up to lower ranks.
     assert [part.members[-1].rank for part in found] == [0, 0, 1]
-    said = parts.describe_missing(found)
-    assert said == ["worker 0: its file has no end: it died, or the disk is full"]
+    missing = parts.describe_missing(found)
+    assert missing == ["worker 0: its file has no end: it died, or the disk is full"]
     merged = breakdown.MergedProfile.of(found)
     sizes: dict[int, set[int]] = {}
     for exchange in merged.exchanges:
@@ -389,9 +397,7 @@ def test_of_an_elastic_job_that_loses_a_worker(start: Any, tmp_path: Path) -> No
 
 
 @needs_root("unshare", "mount")
-def test_parts_of_a_host_with_a_disk_of_its_own_are_fetched(
-    start_job: StartJob, tmp_path: Path
-) -> None:
+def test_parts_on_another_disk_are_fetched(start_job: StartJob, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "old").write_text("stays")

@@ -20,7 +20,7 @@ ALLREDUCE = _native.COLLECTIVES["allreduce"]
 
 
 def total(value: float, process_set: runtime.ProcessSet | None = None) -> float:
-    """The sum of `value` over the ranks, by the native core alone."""
+    """Sums `value` over the ranks by a direct call of the native core."""
     chosen = process_set or runtime.global_process_set
     x = np.full(3, value, np.float64)
     out = np.empty_like(x)
@@ -30,7 +30,7 @@ def total(value: float, process_set: runtime.ProcessSet | None = None) -> float:
 
 
 @pytest.mark.ranks(1, 2, 3, 5)
-def test_who_am_i() -> None:
+def test_ranks_and_sizes() -> None:
     ringjax.init()
     rank, size = ringjax.rank(), ringjax.size()
     assert (rank, size) == tuple(
@@ -45,20 +45,20 @@ def test_who_am_i() -> None:
 
 
 @pytest.mark.ranks(1, 3, isolated=True)
-def test_init_and_shutdown_again_and_again() -> None:
-    def held() -> tuple[int, int]:
+def test_repeated_init_and_shutdown() -> None:
+    def resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     ringjax.shutdown()
     ringjax.shutdown()
-    before = held()
+    before = resources()
     for _ in range(10):
         assert not ringjax.is_initialized()
         ringjax.init()
         ringjax.init()
         assert total(1) == ringjax.size()
         ringjax.shutdown()
-    assert held() == before
+    assert resources() == before
 
 
 @pytest.mark.ranks(2, isolated=True)
@@ -76,7 +76,7 @@ def test_hooks() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_other_settings_need_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_settings_need_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     ringjax.shutdown()
     ringjax.init()
     monkeypatch.setenv("RINGJAX_STALL_WARNING", "17")
@@ -175,14 +175,14 @@ def test_bad_sets_are_refused_before_anything_is_sent(
     ranks: object, error: type[Exception], text: str
 ) -> None:
     ringjax.init()
-    if ringjax.rank() == 0:  # nobody else takes part, nobody waits
+    if ringjax.rank() == 0:  # an exchange would wait for the other ranks for ever
         with pytest.raises(error, match=text):
             ringjax.add_process_set(ranks)  # type: ignore[arg-type]
     assert total(1) == 3
 
 
 @pytest.mark.ranks(3)
-def test_ranks_that_disagree_about_a_set_all_hear_it() -> None:
+def test_ranks_that_disagree_about_a_process_set_all_raise() -> None:
     ringjax.init()
     ranks = [0, 1] if ringjax.rank() else [0]
     with pytest.raises(Mismatch, match=r"rank [01] calls add_process_set \d+ \[0"):
@@ -212,56 +212,57 @@ def test_without_shared_memory() -> None:
     assert runtime.communicator().stats()["transports"] == {"tcp": 1}
 
 
-def fork_and_go_on() -> None:
-    """A forked child sees that it is no rank, and ends; its parent goes on."""
+def check_fork() -> None:
+    """Checks that a forked child is no rank and has no sockets; its parent works."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        said = []
+        refused = []
         for function in (ringjax.init, runtime.communicator, runtime.lane):
             try:
                 function()
             except RingjaxError as error:
-                said.append("was forked from one" in str(error))
+                refused.append("was forked from one" in str(error))
         sockets = [
             fd
             for fd in os.listdir("/proc/self/fd")
             if os.path.exists(f"/proc/self/fd/{fd}")
             and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
         ]
-        ringjax.shutdown()  # does nothing
-        place = (ringjax.rank(), ringjax.size(), ringjax.is_initialized())
-        text = f"{said} {place} {len(sockets)}"
+        ringjax.shutdown()  # has no effect in the child
+        info = (ringjax.rank(), ringjax.size(), ringjax.is_initialized())
+        text = f"{refused} {info} {len(sockets)}"
         os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as file:
-        place = (ringjax.rank(), 2, True)
-        assert file.read() == f"[True, True, True] {place} 0"
+        info = (ringjax.rank(), 2, True)
+        assert file.read() == f"[True, True, True] {info} 0"
     os.waitpid(child, 0)
     assert total(1) == 2
 
 
 @pytest.mark.ranks(2, isolated=True)
 @pytest.mark.filterwarnings("ignore:.*fork:")
-def test_a_forked_child_knows_its_place_and_hurts_nobody() -> None:
+def test_a_forked_child_does_not_disturb_the_job() -> None:
     ringjax.init()
-    fork_and_go_on()
-    late = ringjax.add_process_set([0])  # the parent's doors are still open
-    assert ringjax.remove_process_set(late)
+    check_fork()
+    # A new process set makes new connections, so the parent's listener still works.
+    process_set = ringjax.add_process_set([0])
+    assert ringjax.remove_process_set(process_set)
 
 
-# Keys are used once for each record: parent and child must not both go on with them.
+# TLS must use each record number once, so only the parent may continue a connection.
 ENCRYPTED = {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required", "RINGJAX_HEARTBEAT": "0.05"}
 
 
 @needs_tls
 @pytest.mark.ranks(2, isolated=True, env=ENCRYPTED)
 @pytest.mark.filterwarnings("ignore:.*fork:")
-def test_nor_does_a_forked_child_disturb_encrypted_links() -> None:
+def test_a_forked_child_does_not_disturb_encrypted_links() -> None:
     ringjax.init()
     for _ in range(3):
         assert total(1) == 2
-        fork_and_go_on()
-        time.sleep(0.2)  # for heartbeats
+        check_fork()
+        time.sleep(0.2)  # for some heartbeats
     assert total(1) == 2

@@ -1,4 +1,4 @@
-"""Statistics of a rank's calls: sums, the recorder, reports, the file at the end."""
+"""Statistics of the calls of a rank: sums, recent calls, reports, and writers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _compiled() -> None:
     jax.block_until_ready(_reduce(jnp.ones(1000)))
 
 
-def _of(lane: str) -> dict[str, Any]:
+def _allreduce_stats(lane: str) -> dict[str, Any]:
     found: dict[str, Any] = ringjax.stats()["process_sets"][0][lane]["allreduce"]
     return found
 
@@ -47,10 +47,10 @@ def _of(lane: str) -> dict[str, Any]:
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("lane", ["named", "compiled"])
-def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
+def test_waiting_is_measured_apart_from_moving_data(world: World, lane: str) -> None:
     call: Callable[[], None] = {"named": _named, "compiled": _compiled}[lane]
     call()
-    before = _of(lane)
+    before = _allreduce_stats(lane)
     late: list[float] = []
     for _ in range(5):
         eager.barrier(name="together")
@@ -58,7 +58,7 @@ def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
             time.sleep(LATE)
         late.append(time.monotonic())
         call()
-    after = _of(lane)
+    after = _allreduce_stats(lane)
     late = eager.broadcast(np.array(late), root_rank=0).tolist()
     assert after["calls"] - before["calls"] == 5
     assert after["bytes"] - before["bytes"] == 5 * 4000
@@ -70,7 +70,7 @@ def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
     name = {"named": "x", "compiled": "y"}[lane]
     calls = [c for c in ringjax.recent_calls() if c["name"] == name]
     if world.rank > 0:
-        # Not LATE: this rank may have been late itself.
+        # This rank waits less than LATE if it was late itself.
         waits = [t - c["entered"] for t, c in zip(late, calls[-5:], strict=True)]
         waited = after["wait_seconds"] - before["wait_seconds"]
         assert waited > sum(max(w, 0) for w in waits) * 0.9
@@ -86,7 +86,7 @@ def test_waiting_is_told_from_moving(world: World, lane: str) -> None:
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 3)
-def test_buckets_have_sums_of_their_own(world: World) -> None:
+def test_buckets_have_separate_sums(world: World) -> None:
     for _ in range(3):
         for size in (10, 20):
             eager.allreduce(np.ones(size, np.float32), name=f"bucket {size}")
@@ -101,7 +101,7 @@ def test_buckets_have_sums_of_their_own(world: World) -> None:
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(2, 3)
-def test_process_sets_have_sums_of_their_own(world: World) -> None:
+def test_process_sets_have_separate_sums(world: World) -> None:
     pair = ringjax.add_process_set([0, 1])
     try:
         if world.rank < 2:
@@ -112,12 +112,12 @@ def test_process_sets_have_sums_of_their_own(world: World) -> None:
         if world.rank < 2:
             assert sets[number]["named"]["allgather"]["calls"] == 1
     finally:
-        eager.barrier(name="all are here")
+        eager.barrier(name="before remove")
         ringjax.remove_process_set(pair)
 
 
-# Steps until there is a file.
-REPORTED = """
+# `steps` yields until the file $END exists.
+STEPS = """
 import gc, os, sys, time
 import numpy as np
 import ringjax
@@ -130,8 +130,8 @@ def steps():
     while True:
         yield
         eager.allreduce(np.ones(100), name="gradients")
-        over = np.array([os.path.exists(os.environ["END"])], np.float64)
-        if eager.allreduce(over, ringjax.Max, name="over")[0]:
+        end = np.array([os.path.exists(os.environ["END"])], np.float64)
+        if eager.allreduce(end, ringjax.Max, name="end")[0]:
             break
 """
 LATE_LOAD = """
@@ -145,18 +145,18 @@ for _ in steps():
 """
 
 
-# Without ringrun's monitor, ranks print the reports themselves.
-ALONE = "import os\ndel os.environ['RINGJAX_MONITOR']\n"
+# Without the monitor of ringrun, rank 0 prints the reports.
+NO_MONITOR = "import os\ndel os.environ['RINGJAX_MONITOR']\n"
 
 
 @pytest.mark.parametrize("by_rank", [False, True])
-def test_a_report_names_the_rank_that_all_wait_for(
+def test_a_report_names_the_straggler(
     start_job: StartJob, tmp_path: Path, by_rank: bool
 ) -> None:
-    end, script = tmp_path / "end", REPORTED + LATE_LOAD
+    end, script = tmp_path / "end", STEPS + LATE_LOAD
     if by_rank:
-        alone = f"{ALONE}os.environ['RINGJAX_REPORT'] = '2'\n"
-        job = start_job(3, alone + script, {"END": str(end)})
+        head = f"{NO_MONITOR}os.environ['RINGJAX_REPORT'] = '2'\n"
+        job = start_job(3, head + script, {"END": str(end)})
     else:
         job = start_job(3, script, {"END": str(end)}, ["--report", "2"])
 
@@ -170,26 +170,27 @@ def test_a_report_names_the_rank_that_all_wait_for(
     for block in blocks()[:2]:  # these blocks cover whole windows
         (named,) = re.findall(r"^ +(\d)  .*<- all wait for it$", block, re.MULTILINE)
         assert named == "1", block
-        (place,) = re.findall(r"^ +1  .* ms  (\S+ in \w+)", block, re.MULTILINE)
-        assert place.endswith("in load"), block
+        (location,) = re.findall(r"^ +1  .* ms  (\S+ in \w+)", block, re.MULTILINE)
+        assert location.endswith("in load"), block
     assert "the slowest was rank 1" in "".join(blocks())
     for rank in range(by_rank, 3):
         assert "ringjax report" not in job.output(rank)
 
 
-LATE_FOR = {
+# The causes for which a rank is late: the code, and the location in the report.
+LATE_CODE = {
     "input": "next(batches)",
     "garbage": "gc.collect()",
     "work": "work(0.008)",
 }
-LATE_AT = {"input": "in load", "garbage": "garbage collection", "work": "in work"}
-# Before init: what a rank does at its beginning is in its report for a while.
-LITTER = """
+LOCATIONS = {"input": "in load", "garbage": "garbage collection", "work": "in work"}
+# Makes objects before `init`, because a report includes the first work after `init`.
+GARBAGE = """
 import gc
 gc.disable()
-litter = [[n] for n in range(200_000)]
+objects = [[n] for n in range(200_000)]
 """
-COMPUTES = """
+LATE_STEPS = """
 def all_compute():
     time.sleep(0.02)
 
@@ -211,23 +212,23 @@ for _ in steps():
 """
 
 
-@pytest.mark.parametrize("what", LATE_FOR)
+@pytest.mark.parametrize("cause", LATE_CODE)
 def test_a_report_says_where_a_rank_is_late(
-    start_job: StartJob, tmp_path: Path, what: str
+    start_job: StartJob, tmp_path: Path, cause: str
 ) -> None:
     end = tmp_path / "end"
-    script = LITTER + REPORTED + COMPUTES.format(late=LATE_FOR[what])
+    script = GARBAGE + STEPS + LATE_STEPS.format(late=LATE_CODE[cause])
     job = start_job(2, script, {"END": str(end)}, ["--report", "2"])
 
-    def places() -> list[str]:
-        # A block in which other programs made both ranks late alike has no such line.
+    def locations() -> list[str]:
+        # If other programs delayed both ranks equally, a block has no such line.
         text = job.launcher_output().partition("ringjax report: ")[2]
         return re.findall(r"^.* 1  .* ms  (.+)$", text, re.MULTILINE)
 
     def found() -> bool:
-        # Not where it is most of the time, which is the same everywhere. The places are
-        # from twenty looks a second, so few of them may say something else.
-        return any(LATE_AT[what] in place for place in places()[1:])
+        # A report shows where rank 1 is more often than the other rank, not where it is
+        # most of the time. With 20 stack samples a second, a block may be wrong.
+        return any(LOCATIONS[cause] in location for location in locations()[1:])
 
     until(lambda: found() or job.poll() is not None, 40)
     end.touch()
@@ -262,15 +263,15 @@ eager.allreduce(np.ones(4), name="lost")
 """
 
 
-@pytest.mark.parametrize("place", ["", "missing"])
+@pytest.mark.parametrize("subfolder", ["", "missing"])
 def test_the_last_calls_are_in_a_file_when_a_job_fails(
-    start_job: StartJob, tmp_path: Path, place: str
+    start_job: StartJob, tmp_path: Path, subfolder: str
 ) -> None:
-    folder = tmp_path / place
+    folder = tmp_path / subfolder
     job = start_job(3, FAILS, env={"RINGJAX_RECORD_DIR": str(folder)})
     assert job.wait(60) != 0
     text = job.output(0)
-    if place:
+    if subfolder:
         assert f"could not be written to {folder}" in text, job.logs()
         assert "PeerLost" in text
         return
@@ -313,10 +314,10 @@ train(state)
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -> None:
-    """Two workers are killed, one of them rank 0, and others take their places."""
-    alone = f"{ALONE}os.environ['RINGJAX_REPORT'] = '1'\n" if by_rank else ""
+    """Kills two workers, one of them rank 0, and both are replaced."""
+    head = f"{NO_MONITOR}os.environ['RINGJAX_REPORT'] = '1'\n" if by_rank else ""
     options = ["--min-np", "2", *(() if by_rank else ("--report", "1"))]
-    job = start_job(3, alone + LOSSES, options=options)
+    job = start_job(3, head + LOSSES, options=options)
     assert job.wait(60) == 0, job.logs()
     logs = [job.output(worker) for worker in range(5)]
     text = "".join(logs) if by_rank else job.launcher_output()
@@ -330,13 +331,13 @@ def test_a_report_follows_losses_and_joins(start_job: StartJob, by_rank: bool) -
         # A rank that has just started may have sent no sample yet.
         assert ranks and ranks == sorted({"0", "1", "2"}.intersection(ranks)), block
         assert re.findall(r"(?m)^ +(\d)  .*<- all", block) in (["1"], []), block
-    # About 35 calls a second. Calls that a process made under an earlier rank must not
-    # count.
+    # The job makes about 35 calls a second. Calls that a process made under an earlier
+    # rank must not be counted again.
     rates = [float(r) for r in re.findall(r"report: ([\d.e+]+) calls/s", text)]
     assert rates and max(rates) < 100, text
     assert re.search(r"(?m)^ +1  .*<- all wait for it$", text), text
     assert "the slowest was rank 1" in text
-    if by_rank:  # first worker 0 is rank 0, then worker 1
+    if by_rank:  # rank 0 is first worker 0, then worker 1
         assert "ringjax report" in logs[0] and "ringjax report" in logs[1]
     else:
         assert not any("ringjax report" in log for log in logs)
@@ -362,25 +363,29 @@ def test_a_collector_for_prometheus_client(world: World) -> None:
         for s in families["ringjax_collective_bytes"].samples
         if s.labels == labels
     ]
-    assert size == _of("named")["bytes"] and _of("named")["calls"] in counts
+    assert (
+        size == _allreduce_stats("named")["bytes"]
+        and _allreduce_stats("named")["calls"] in counts
+    )
 
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["add_scalar", "scalar", "write_scalars", "function"])
-def test_scalars_go_to_any_writer(world: World, kind: str) -> None:
-    """Writers of PyTorch, flax and clu work, and functions as `tf.summary.scalar`."""
+def test_scalars_are_written_to_any_writer(world: World, kind: str) -> None:
+    """Writers of PyTorch, flax and clu work, and functions like `tf.summary.scalar`."""
     seen: dict[str, tuple[float, int]] = {}
 
-    def one(tag: str, value: float, step: int) -> None:
+    def write_one(tag: str, value: float, step: int) -> None:
         seen[tag] = value, step
 
-    def several(step: int, scalars: dict[str, float]) -> None:
+    def write_several(step: int, scalars: dict[str, float]) -> None:
         seen.update({tag: (value, step) for tag, value in scalars.items()})
 
-    write = several if kind == "write_scalars" else one
+    write = write_several if kind == "write_scalars" else write_one
     writer = write if kind == "function" else SimpleNamespace(**{kind: write})
-    begin = time.monotonic()  # before the first look, and the end is after the last
+    # `seconds` is longer than the interval that the rates below are computed over.
+    begin = time.monotonic()
     ringjax.write_scalars(writer, 0)
     seen.clear()
     for _ in range(20):
@@ -395,7 +400,7 @@ def test_scalars_go_to_any_writer(world: World, kind: str) -> None:
 
 @pytest.mark.launch("jax")
 @pytest.mark.ranks(1)
-def test_what_cannot_write_scalars_is_an_error(world: World) -> None:
+def test_an_object_that_cannot_write_scalars_is_an_error(world: World) -> None:
     del world
     with pytest.raises(TypeError, match="int has no add_scalar, scalar or"):
         ringjax.write_scalars(3, 0)

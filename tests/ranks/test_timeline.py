@@ -1,4 +1,7 @@
-"""The timeline: what is in the file, when, and who writes; compiled calls: jax/."""
+"""The timeline: the content of the file, and when rank 0 writes.
+
+jax/test_compiled_timeline.py tests the calls of compiled programs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def rows(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The events of each row by its title."""
+    """Returns the events of each row by the title of the row."""
     titles = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
     return {
         title: [e for e in found if e["pid"] == pid and e["ph"] != "M"]
@@ -33,7 +36,7 @@ def rows(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def shared_path(world: World, folder: Path) -> Path:
-    """Rank 0's folder, on all ranks."""
+    """Returns a path in the folder of rank 0, on all ranks."""
     everyone = runtime.current("test").exchange(str(folder / "trace.json"), "a path")
     return Path(everyone[0])
 
@@ -42,7 +45,7 @@ def shared_path(world: World, folder: Path) -> Path:
 def test_an_operation_is_negotiated_and_then_runs(world: World, tmp_path: Path) -> None:
     path = shared_path(world, tmp_path)
     timeline.start_timeline(path, mark_cycles=True)
-    eager.barrier()  # nobody submits before rank 0 records
+    eager.barrier()  # no rank submits before rank 0 records
     for _ in range(3):
         eager.allreduce(np.ones(4, np.float32), name='a "quoted" name', op=ringjax.Sum)
     eager.barrier()
@@ -74,16 +77,18 @@ def test_the_file_is_valid_while_it_grows_and_ends_with_stop(
     if world.rank == 0:
         assert isinstance(events(path), list)
     timeline.stop_timeline()
-    eager.barrier()  # nobody submits before rank 0 has stopped
+    eager.barrier()  # no rank submits before rank 0 has stopped
     eager.allreduce(np.ones(1), name="after")
-    timeline.stop_timeline()  # more than once has no effect
+    timeline.stop_timeline()  # a second call has no effect
     if world.rank == 0:
         assert "after" not in path.read_text()
         assert "CYCLE_START" not in path.read_text()
 
 
 @pytest.mark.ranks(2)
-def test_a_failed_operation_shows_why(world: World, tmp_path: Path) -> None:
+def test_the_timeline_shows_why_an_operation_failed(
+    world: World, tmp_path: Path
+) -> None:
     path = shared_path(world, tmp_path)
     timeline.start_timeline(path)
     with pytest.raises(ringjax.errors.Mismatch):
@@ -95,7 +100,7 @@ def test_a_failed_operation_shows_why(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_empty_file_says_why(world: World, tmp_path: Path) -> None:
+def test_an_empty_timeline_says_why(world: World, tmp_path: Path) -> None:
     path = shared_path(world, tmp_path)
     eager.barrier(name="together")
     timeline.start_timeline(path)
@@ -111,10 +116,10 @@ def test_an_empty_file_says_why(world: World, tmp_path: Path) -> None:
 
 
 def fill(path: Path, calls: int, most_bytes: int) -> None:
-    """So many calls of a communicator of one, each of another size."""
-    made = _native.Timeline(str(path), False, most_bytes=most_bytes)
+    """Makes calls of different sizes on a communicator of one rank."""
+    native = _native.Timeline(str(path), False, most_bytes=most_bytes)
     recorder = _native.Recorder(8, "rank 0")
-    recorder.tell(made)
+    recorder.tell(native)
     communicator = _native.Communicator(
         id=0, name="world", job=0, epoch=0, rank=0, hosts=[0], members=[0], links=[],
         doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
@@ -127,15 +132,15 @@ def fill(path: Path, calls: int, most_bytes: int) -> None:
         )
     communicator.close()
     recorder.tell(None)
-    made.close()
+    native.close()
 
 
 def sizes(found: list[dict[str, Any]]) -> list[int]:
-    """The bytes of all completed calls in a timeline."""
+    """Returns the sizes, in bytes, of all completed calls in a timeline."""
     return [e["args"]["bytes"] for e in found if "bytes" in e.get("args", {})]
 
 
-def test_the_newest_part_is_kept(tmp_path: Path) -> None:
+def test_a_limited_timeline_keeps_the_newest_events(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     fill(path, calls=200, most_bytes=8192)
     parts = [events(path.with_name("trace.json.1")), events(path)]
@@ -148,7 +153,7 @@ def test_the_newest_part_is_kept(tmp_path: Path) -> None:
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 8192 + 1024
 
 
-def test_a_full_disk_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_a_valid_timeline(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
@@ -160,7 +165,7 @@ def test_a_full_disk_leaves_a_whole_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found = events(path)
     assert 0 < path.stat().st_size <= 6000
-    # Events come to the disk in batches: one that has no room is left out.
+    # Events are written in batches. A batch for which the disk has no room is dropped.
     assert sizes(found) == sorted(set(sizes(found)))
 
 
@@ -176,7 +181,7 @@ def test_only_rank_0_needs_a_place_to_write(world: World, tmp_path: Path) -> Non
 
 
 @pytest.mark.ranks(2, isolated=True, env={"HOROVOD_TIMELINE_MARK_CYCLES": "1"})
-def test_a_variable_begins_one_at_init(tmp_path: Path) -> None:
+def test_an_environment_variable_starts_the_timeline_at_init(tmp_path: Path) -> None:
     os.environ["HOROVOD_TIMELINE"] = str(tmp_path / "trace.json")
     ringjax.init()
     eager.allreduce(np.ones(3), name="x")

@@ -1,7 +1,7 @@
-"""Ranks that wait for one that does not come: how long, and what they are told of it.
+"""Ranks that wait for a late rank: how long, and what their warnings and errors say.
 
-The culprit's host, its last operation and the line of Python that it has come to are in
-the errors of the others, for compiled programs and for named operations.
+For compiled programs and for named operations, the errors name the host of the late
+rank, its last operation, and the line of Python that the rank executes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ with ringjax.collective_timeout(2):
 sys.exit(1)
 """
 
-PLACE = r"it is at script\.py:\d+ in load_batch"
+LOCATION = r"it is at script\.py:\d+ in load_batch"
 WARNING = {"RINGJAX_STALL_WARNING": "1"}
 
 
@@ -87,14 +87,14 @@ def _caught(job: Job, rank: int) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_who_does_not_come_is_named_with_host_last_call_and_line(
+def test_a_late_rank_is_named_with_host_last_call_and_line(
     start_job: StartJob, framework: str
 ) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     operations = {"jax": JAX, "torch": TORCH}[framework]
     job = start_job(2, HEAD + operations + LATE, env=WARNING)
     assert job.wait(60) == 1, job.logs()
-    last = r"its last call was allreduce 'before' \(seq \d+\)[^;]*; " + PLACE
+    last = r"its last call was allreduce 'before' \(seq \d+\)[^;]*; " + LOCATION
     if framework == "jax":
         text = r"rank 1 on \S+ has not called allreduce 'grads' \(f32\[8\], SUM, seq "
         text += rf"\d+\) for 2 s; {last}"
@@ -113,10 +113,10 @@ def test_who_does_not_come_is_named_with_host_last_call_and_line(
     assert mine.count("the main thread is at") == 1
 
 
-def test_a_rank_that_holds_the_interpreters_lock_answers_that(
+def test_a_late_rank_that_holds_the_gil_is_reported(
     start_job: StartJob,
 ) -> None:
-    # Two wait for it, each until the limit of the job.
+    # Two ranks wait for rank 1, each until the timeout of the job.
     script = LATE.replace("load_batch()", "hold_the_lock()")
     limit = {"RINGJAX_COLLECTIVE_TIMEOUT": "3"}
     job = start_job(3, HEAD + CORE + script, env=limit)
@@ -128,7 +128,7 @@ def test_a_rank_that_holds_the_interpreters_lock_answers_that(
         assert "its interpreter is busy" in error, job.logs()
 
 
-NEAREST = """
+SHORT_TIMEOUTS = """
 import jax, jax.numpy as jnp
 
 pair = ringjax.add_process_set([0, 1], timeout=1.2)
@@ -151,18 +151,18 @@ sys.exit(1)
 """
 
 
-def test_the_nearest_limit_counts(start_job: StartJob) -> None:
-    job = start_job(2, HEAD + NEAREST)  # the job's own limit is far away
+def test_the_shortest_timeout_applies(start_job: StartJob) -> None:
+    job = start_job(2, HEAD + SHORT_TIMEOUTS)  # the timeout of the job is 60 s
     assert job.wait(60) == 1, job.logs()
     caught = _caught(job, 0)
     limits = [1.2, 0.5, 1.5]
     names = ["not submitted allreduce 'named'"] * 2 + ["not called allreduce 'compile"]
     assert len(caught) == 3, job.logs()
     for (seconds, text), limit, name in zip(caught, limits, names, strict=True):
-        assert limit <= seconds, job.logs()  # nor the job's 60: the text says which
+        assert limit <= seconds, job.logs()
         assert f"for {limit:g} s; " in text
         assert name in text
-        assert re.search(PLACE, text), (text, job.logs())
+        assert re.search(LOCATION, text), (text, job.logs())
 
 
 ELASTIC = (
@@ -170,7 +170,7 @@ ELASTIC = (
     + """
 from support import numpy_only
 
-mine = {"a": np.full(7, 2.0**WORKER, "f4"), "b": np.full((3, 5), 2.0**WORKER, "f4")}
+grads = {"a": np.full(7, 2.0**WORKER, "f4"), "b": np.full((3, 5), 2.0**WORKER, "f4")}
 
 def load_batch():
     time.sleep(120)
@@ -178,7 +178,7 @@ def load_batch():
 def step(state):
     if WORKER == 1 and os.path.exists(sys.argv[0] + ".hang"):
         load_batch()
-    return {k: numpy_only.allreduce(x, "Average") for k, x in mine.items()}, state
+    return {k: numpy_only.allreduce(x, "Average") for k, x in grads.items()}, state
 
 train(step, None)
 """
@@ -200,4 +200,4 @@ def test_an_elastic_job_loses_a_rank_that_does_not_call_within_the_limit(
     assert (job.wait(0), job.wait(2)) == (0, 0), job.logs()
     check_steps(job, {0, 2}, whole=False)
     text = r"rank 1 on \S+ has not called allreduce .* for 4 s; its last call was "
-    assert re.search(text + rf".*; {PLACE}", job.errors(0)), job.errors(0)
+    assert re.search(text + rf".*; {LOCATION}", job.errors(0)), job.errors(0)

@@ -1,8 +1,8 @@
-"""Ranks, NCCL and CUDA that fail under the eager lane, in jobs on the stubs.
+"""Failing ranks, NCCL and CUDA under the eager lane, on stubs and not on a GPU.
 
-No GPU tests. What must come of it: an error on every rank, soon, that names who and
-what; no hang, nothing left behind; and, before NCCL has connected, a lane that still
-takes tensors of the host. And what `init` loads where PyTorch is used.
+Every rank must soon raise an error that names the rank and the cause. No rank may hang
+or leak. Until NCCL has connected, the lane must still accept tensors of the host. Other
+tests check what `init` imports if the program uses PyTorch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def begin():
 def ones(count=3):
     return np.ones(count, np.float32)
 
-def tell(error):
+def report(error):
     sys.stdout.write(f"caught {error.code} {error.rank}: {error}\\n")
     sys.stdout.flush()
 
@@ -43,7 +43,7 @@ def fails(end, name="x", **options):
     try:
         end.run("allreduce", name, [ones()], **options)
     except _native.StatusError as error:
-        tell(error)
+        report(error)
     else:
         raise AssertionError("no error")
 
@@ -59,14 +59,14 @@ def shut_down():
 """
 
 
-job = partial(stub_job, HEAD)
+start = partial(stub_job, HEAD)
 
 
-def caught(one: Job, rank: int) -> list[str]:
-    """The errors of a rank, in order."""
-    lines = one.output(rank).splitlines()
+def caught(job: Job, rank: int) -> list[str]:
+    """Returns the errors of a rank, in order."""
+    lines = job.output(rank).splitlines()
     found = [x.partition("caught ")[2] for x in lines if "caught " in x]
-    assert found, one.logs()
+    assert found, job.logs()
     return found
 
 
@@ -83,8 +83,10 @@ def caught(one: Job, rank: int) -> list[str]:
         ),
     ],
 )
-def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> None:
-    one = job(
+def test_a_rank_without_cuda_fails_on_all_ranks(
+    start_job: StartJob, setting: str, text: str
+) -> None:
+    job = start(
         start_job,
         2,
         f"""
@@ -94,7 +96,7 @@ def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> Non
         end = begin()
         fails(end, "first")
         must_work_on_the_host(end)
-        if "cuMemAllocAsync" in {setting!r}:  # once only
+        if "cuMemAllocAsync" in {setting!r}:  # fails only once
             assert (end.run("allreduce", "second", [ones()])[0] == size).all()
         else:
             fails(end, "second")
@@ -102,14 +104,14 @@ def test_a_rank_that_cannot(start_job: StartJob, setting: str, text: str) -> Non
         shut_down()
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        assert all(text in error for error in caught(one, rank)), one.logs()
-        assert "allreduce 'first'" in caught(one, rank)[0]
+        assert all(text in error for error in caught(job, rank)), job.logs()
+        assert "allreduce 'first'" in caught(job, rank)[0]
 
 
 def test_nccl_that_does_not_connect(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -124,14 +126,14 @@ def test_nccl_that_does_not_connect(start_job: StartJob) -> None:
         """,
         env={"RINGJAX_START_TIMEOUT": "4"},
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        assert "could not connect its CUDA device" in caught(one, rank)[0]
+        assert "could not connect its CUDA device" in caught(job, rank)[0]
 
 
 @needs_kernels
 def test_a_killed_rank(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         3,
         """
@@ -142,7 +144,7 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         assert (out == 3).all()
         if rank == 2:
             stream = DefaultStream()
-            stream.hold()  # its part never begins
+            stream.hold()  # the operation never starts on rank 2
         enqueued = end.submit("allreduce", "enqueued", [ones(), ones(5)])
         enqueued.ticket.wait()
         if rank == 2:
@@ -153,34 +155,34 @@ def test_a_killed_rank(start_job: StartJob) -> None:
         try:
             waiting.wait()
         except _native.StatusError as error:
-            tell(error)
-        assert enqueued.ticket.done  # nobody needs to poll any longer
-        # Nobody may take what the abort leaves for a result.
+            report(error)
+        assert enqueued.ticket.done  # pollers must not wait for ever
+        # Void results become NaN, so no program takes them for results.
         while not all(np.isnan(out[0]) for out in enqueued.outs):
             time.sleep(0.001)
         try:
             enqueued.ticket.wait()
         except _native.StatusError as error:
-            tell(error)
+            report(error)
         fails(end, "later")
         ringjax.shutdown()
         print("down", flush=True)
         """,
     )
     for rank in range(3):
-        one.wait_for(rank, "ready")
-    killable_rank.kill(one, 2)
+        job.wait_for(rank, "ready")
+    killable_rank.kill(job, 2)
     for rank in range(2):
-        one.wait_for(rank, "down")
-        errors = caught(one, rank)
-        assert len(errors) == 3, one.logs()
+        job.wait_for(rank, "down")
+        errors = caught(job, rank)
+        assert len(errors) == 3, job.logs()
         assert all("UNAVAILABLE 2" in error for error in errors), errors
-    one.kill(2)
-    assert one.wait() == 128 + signal.SIGKILL, one.logs()
+    job.kill(2)
+    assert job.wait() == 128 + signal.SIGKILL, job.logs()
 
 
 def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -194,20 +196,20 @@ def test_an_operation_that_nccl_refuses(start_job: StartJob) -> None:
                 bad.wait()
                 end.run("allreduce", "next", [ones()])
         except _native.StatusError as error:
-            tell(error)
+            report(error)
         fails(end, "later")
         shut_down()
         ringjax.init()
         assert (LaneClient().run("allreduce", "new epoch", [ones()])[0] == 2).all()
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        assert "rank 1" in caught(one, rank)[0], one.logs()
+        assert "rank 1" in caught(job, rank)[0], job.logs()
 
 
-def test_what_is_enqueued_is_finished_at_shutdown(start_job: StartJob) -> None:
-    one = job(
+def test_shutdown_finishes_enqueued_operations(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
@@ -215,26 +217,26 @@ def test_what_is_enqueued_is_finished_at_shutdown(start_job: StartJob) -> None:
         end.run("allreduce", "warm", [ones()])
         pending = [end.submit("allreduce", f"x{i}", [ones(4096)]) for i in range(50)]
         gathered = end.submit("allgather", "rows", [ones()])
-        for one in (*pending, gathered):
-            one.ticket.wait()  # enqueued, no more
+        for operation in (*pending, gathered):
+            operation.ticket.wait()  # until the operation is enqueued
         shut_down()
-        for one in pending:
-            (out,) = one.wait()
+        for operation in pending:
+            (out,) = operation.wait()
             assert (out == 2).all()
         (out,) = gathered.wait()
         assert (out == 1).all()
         assert len(out) == 6
-        del one, pending, gathered, end, out
+        del operation, pending, gathered, end, out
         import gc; gc.collect()
         assert live_resources() == (0, 0, 0), live_resources()
         """,
         CUDA_STUB_DELAY_US=2000,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
 
 
-def test_a_forked_child_leaves_the_device_alone(start_job: StartJob) -> None:
-    one = job(
+def test_a_forked_child_does_not_use_the_device(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
@@ -258,22 +260,22 @@ def test_a_forked_child_leaves_the_device_alone(start_job: StartJob) -> None:
         shut_down()
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
 
 
 # -- what init loads -------------------------------------------------------------------
 
 
-def test_jax_is_left_alone_where_only_pytorch_is_used(start_job: StartJob) -> None:
-    one = job(
+def test_jax_is_not_imported_if_only_pytorch_is_used(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
         if rank == 0:
-            begin()  # has PyTorch
+            begin()  # this rank uses PyTorch
             assert "jax" not in sys.modules
         else:
-            ringjax.init()  # asks JAX, which computes on the CPU here
+            ringjax.init()  # queries JAX, which has only the CPU in this test
             assert "ringjax.xla.jax_private" in sys.modules
         from ringjax import runtime
         print("problem:", runtime.current("x").devices.problem(0), flush=True)
@@ -283,16 +285,16 @@ def test_jax_is_left_alone_where_only_pytorch_is_used(start_job: StartJob) -> No
         shut_down()
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        said = one.output(rank).partition("problem: ")[2].splitlines()[0]
-        assert said == (
+        problem = job.output(rank).partition("problem: ")[2].splitlines()[0]
+        assert problem == (
             "rank 0 has no CUDA device: JAX had not been imported before ringjax.init()"
         )
 
 
-def test_jax_that_came_first_is_asked(start_job: StartJob) -> None:
-    one = job(
+def test_an_initialized_jax_decides_the_device(start_job: StartJob) -> None:
+    job = start(
         start_job,
         1,
         """
@@ -300,17 +302,17 @@ def test_jax_that_came_first_is_asked(start_job: StartJob) -> None:
         import jax
         sys.modules["torch"] = types.ModuleType("torch")
         from ringjax import runtime
-        runtime.init()  # also through this door
+        runtime.init()  # JAX decides also without `ringjax.init`
         assert "ringjax.xla.jax_private" in sys.modules
         problem = runtime.current("x").devices.problem(0)
         assert problem == "rank 0 has no CUDA device: JAX_PLATFORMS is cpu", problem
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
 
 
-def test_no_devices_no_cuda_tensors(start_job: StartJob) -> None:
-    one = job(
+def test_cuda_tensors_need_a_device(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
@@ -321,5 +323,5 @@ def test_no_devices_no_cuda_tensors(start_job: StartJob) -> None:
         """,
         env={"RINGJAX_GPU": "0"},
     )
-    assert one.wait() == 0, one.logs()
-    assert "CUDA tensors need a CUDA device" in caught(one, 0)[0]
+    assert job.wait() == 0, job.logs()
+    assert "CUDA tensors need a CUDA device" in caught(job, 0)[0]

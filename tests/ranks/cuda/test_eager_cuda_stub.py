@@ -1,7 +1,7 @@
-"""CUDA tensors in the eager lane against numpy, on the stubs of CUDA and NCCL.
+"""CUDA tensors in the eager lane, on stubs of CUDA and NCCL and not on a GPU.
 
-No GPU tests: they show what ringjax enqueues, on which streams and in which order, and
-that it computes the right thing. Failures are in test_eager_cuda_failures_stub.py.
+The tests check which operations ringjax enqueues, on which streams and in which order,
+and compare results with NumPy. test_eager_cuda_failures_stub.py has the failures.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def whole_log() -> Iterator[NcclLog | None]:
-    """Prepares a rank before its first `ringjax.init`."""
+def module_log() -> Iterator[NcclLog | None]:
+    """Prepares a rank before its first `ringjax.init`; yields the log of NCCL calls."""
     if VARIABLE not in os.environ:
         yield None
         return
@@ -67,20 +67,20 @@ def end(world: World) -> LaneClient:
 
 
 @pytest.fixture
-def log(end: LaneClient, whole_log: NcclLog) -> NcclLog:
-    whole_log.take()
-    return whole_log
+def log(end: LaneClient, module_log: NcclLog) -> NcclLog:
+    module_log.take()
+    return module_log
 
 
 @pytest.fixture
 def stream(end: LaneClient) -> Iterator[DefaultStream]:
-    made = DefaultStream()
-    yield made
-    made.finish()
-    made.close()
+    stream = DefaultStream()
+    yield stream
+    stream.finish()
+    stream.close()
 
 
-def near(reduce: str, array: np.ndarray) -> float:
+def tolerance(reduce: str, array: np.ndarray) -> float:
     if reduce != "Average":
         return 0.0
     return 2e-2 if array.dtype.itemsize == 2 else 1e-6
@@ -105,9 +105,9 @@ def test_allreduce_of_every_dtype(end: LaneClient, reduce: str) -> None:
     for outs in (results, group.wait(), again.wait()):
         for out, xs in zip(outs, stacks, strict=True):
             want = reduced(reduce, xs)
-            equal(out, want, near(reduce, want))
+            equal(out, want, tolerance(reduce, want))
     for x, xs in zip(mine, stacks, strict=True):
-        equal(x, xs[end.rank])  # operands are not touched
+        equal(x, xs[end.rank])  # operands are not modified
 
 
 @needs_kernels
@@ -156,7 +156,7 @@ def test_reducescatter_with_a_remainder(end: LaneClient, reduce: str) -> None:
     end.run("reducescatter", "parts", mine, outs, reduce)
     for out, xs in zip(outs, stacks, strict=True):
         want = reduced(reduce, xs)[part]
-        equal(out, want, near(reduce, want))
+        equal(out, want, tolerance(reduce, want))
 
 
 @pytest.mark.parametrize("kind", ["equal", "uneven", "nothing"])
@@ -177,12 +177,12 @@ def test_alltoall(end: LaneClient, kind: str) -> None:
         assert pending.ticket.received(i) == [rows[s][rank] for s in range(size)]
 
 
-def test_barrier_and_nothing(end: LaneClient) -> None:
+def test_barrier_and_empty_tensors(end: LaneClient) -> None:
     end.submit("barrier", "all", []).ticket.wait()
     assert end.run("allreduce", "empty", [np.zeros((0, 3), np.float32)])[0].size == 0
 
 
-def test_in_any_order_and_fused(end: LaneClient, log: NcclLog) -> None:
+def test_operations_in_any_order_are_fused(end: LaneClient, log: NcclLog) -> None:
     count = 200
     stacks = [draw(end.size, (1 + i % 7,), "float32", i) for i in range(count)]
     for step in range(3):
@@ -198,7 +198,7 @@ def test_in_any_order_and_fused(end: LaneClient, log: NcclLog) -> None:
             equal(pending[i].wait()[0], reduced("Sum", stacks[i]))
         after = end.lane.stats()
         assert after["fused"] - before["fused"] == count
-        if end.size == 1:  # nobody to wait for
+        if end.size == 1:  # a single rank does not wait, so it fuses nothing
             continue
         calls = after["calls"] - before["calls"]
         assert calls < count
@@ -209,9 +209,7 @@ def test_in_any_order_and_fused(end: LaneClient, log: NcclLog) -> None:
 
 @needs_kernels
 @several
-def test_large_tensors_are_reduced_where_they_are(
-    end: LaneClient, log: NcclLog
-) -> None:
+def test_large_tensors_are_reduced_in_place(end: LaneClient, log: NcclLog) -> None:
     shapes = [(3 * MIB // 4 + 1,), (5, 3), (4,)]
     stacks = [draw(end.size, s, "float32", i) for i, s in enumerate(shapes)]
     mine = [xs[end.rank].copy() for xs in stacks]
@@ -225,7 +223,9 @@ def test_large_tensors_are_reduced_where_they_are(
 # -- streams and memory ----------------------------------------------------------------
 
 
-def test_streams_wait_and_hosts_do_not(end: LaneClient, stream: DefaultStream) -> None:
+def test_streams_wait_but_the_host_does_not(
+    end: LaneClient, stream: DefaultStream
+) -> None:
     xs = draw(end.size, (4099,), "float32", 3)
     x, y = np.zeros_like(xs[0]), np.zeros_like(xs[0])
     seen = np.zeros_like(x)
@@ -242,7 +242,7 @@ def test_streams_wait_and_hosts_do_not(end: LaneClient, stream: DefaultStream) -
     assert pending.ticket.done
 
 
-def test_another_stream_may_want_the_results(
+def test_another_stream_can_use_the_results(
     end: LaneClient, stream: DefaultStream
 ) -> None:
     other = stream.another()
@@ -257,10 +257,10 @@ def test_another_stream_may_want_the_results(
 
 
 class Owner:
-    """A stand-in for a tensor that owns its memory."""
+    """Stands for a tensor that owns its memory."""
 
 
-def test_memory_is_kept_until_nobody_uses_it(
+def test_memory_is_kept_until_its_last_use(
     end: LaneClient, stream: DefaultStream
 ) -> None:
     x = np.ones(5, np.float32)
@@ -271,32 +271,33 @@ def test_memory_is_kept_until_nobody_uses_it(
         end.submit("barrier", f"{name}.enqueued", []).ticket.wait()
         return weakref.ref(owner), pending
 
-    def some_call() -> None:
+    def run_barriers() -> None:
         end.submit("barrier", "any", []).ticket.wait()
         end.submit("barrier", "any", []).ticket.wait()
 
     release = stream.hold()
-    forgotten, _ = submit("forgotten")
-    some_call()
-    assert forgotten() is not None
+    dropped, _ = submit("dropped")
+    run_barriers()
+    assert dropped() is not None
     release()
     end.run("allreduce", "after it", [np.ones(1, np.float32)])
-    some_call()
-    assert forgotten() is None
+    run_barriers()
+    assert dropped() is None
 
     release = stream.hold()
-    # The submitter's stream waits for the operation, so later work on this stream
-    # cannot disturb it. The owner may be released before the operation has finished.
-    followed, pending = submit("followed")
+    # `wait` lets the stream of the caller wait for the operation, so later work on this
+    # stream cannot reuse the memory too early. Therefore the owner may be released
+    # before the operation has finished.
+    waited_for, pending = submit("waited for")
     pending.ticket.wait()
-    some_call()
+    run_barriers()
     assert not pending.ticket.done
-    assert followed() is None
+    assert waited_for() is None
     release()
 
 
-def test_nothing_is_left_in_the_driver(end: LaneClient) -> None:
-    def some(step: int) -> None:
+def test_all_driver_objects_are_freed(end: LaneClient) -> None:
+    def run_step(step: int) -> None:
         x, many = np.ones((4, 2), np.float32), [np.ones(3, np.float32)] * 20
         pending = [
             end.submit("allreduce", f"{step}.{i}", [a]) for i, a in enumerate(many)
@@ -305,16 +306,16 @@ def test_nothing_is_left_in_the_driver(end: LaneClient) -> None:
         for one in pending:
             one.wait()
 
-    some(0)
+    run_step(0)
     gc.collect()
     _, streams, memory = live_resources()
     for step in range(1, 50):
-        some(step)
+        run_step(step)
     gc.collect()
     now = live_resources()
-    # Fourteen events, used again, for each submission of a step if all wait at once,
-    # and a step may begin before the last one's are back; one kept for each of the
-    # thousand would be more. Those that wait share scratch.
+    # A step has 21 submissions, which use up to fourteen events each if all wait at
+    # once, and two steps may overlap. Events are reused, so there are fewer events than
+    # the 49 * 21 submissions. Waiting submissions share scratch memory.
     assert now[0] < 49 * 21
     assert now[1] == streams
     assert now[2] <= memory + 1
@@ -327,10 +328,10 @@ def test_nothing_is_left_in_the_driver(end: LaneClient) -> None:
     )
 
 
-# -- beside and between ----------------------------------------------------------------
+# -- other tensors and other devices ---------------------------------------------------
 
 
-def test_beside_tensors_of_the_host(end: LaneClient) -> None:
+def test_cuda_and_host_tensors_in_one_round(end: LaneClient) -> None:
     for i in range(10):
         x, y = np.full(3, i, np.float32), np.full(3, i, np.float64)
         host = end.submit("allreduce", f"host {i}", [x], cuda=False)
@@ -340,7 +341,7 @@ def test_beside_tensors_of_the_host(end: LaneClient) -> None:
 
 
 @several
-def test_ranks_with_tensors_in_different_places(end: LaneClient) -> None:
+def test_tensors_on_different_devices_are_a_mismatch(end: LaneClient) -> None:
     x = np.ones(3, np.float32)
     pending = end.submit("allreduce", "apart", [x], cuda=end.rank > 0)
     with pytest.raises(_native.StatusError, match="Mismatched devices.*'apart'"):
@@ -348,7 +349,7 @@ def test_ranks_with_tensors_in_different_places(end: LaneClient) -> None:
     assert end.run("allreduce", "together", [x])[0][0] == end.size
 
 
-def test_what_is_refused_at_once(end: LaneClient) -> None:
+def test_unsupported_operations_are_refused_at_once(end: LaneClient) -> None:
     x = np.ones(3, np.float32)
     for reduce, array, text in (
         ("Adasum", x, "ADASUM|power of two"),
@@ -362,8 +363,8 @@ def test_what_is_refused_at_once(end: LaneClient) -> None:
 
 
 @pytest.mark.ranks(2, env=partial(stub_environment, CUDA_STUB_DEVICES=2))
-def test_one_device_for_a_rank(end: LaneClient) -> None:
-    # Each rank uses the device of its number, as is usual with PyTorch.
+def test_tensors_on_two_devices_of_one_rank_are_refused(end: LaneClient) -> None:
+    # Rank n uses device n, as is usual with PyTorch.
     mine, wrong = (
         OtherDeviceMemory(end.rank, 5).array,
         OtherDeviceMemory(1 - end.rank, 5).array,
@@ -375,29 +376,29 @@ def test_one_device_for_a_rank(end: LaneClient) -> None:
     with pytest.raises(_native.StatusError, match=text):
         end.submit("allreduce", "moved", [wrong], [wrong])
     with pytest.raises(_native.StatusError, match="on the CUDA devices . and ."):
-        end.submit("allreduce", "torn", [mine, wrong], [mine, wrong])
+        end.submit("allreduce", "both", [mine, wrong], [mine, wrong])
     (gathered,) = end.run("allgather", "rows", [mine])
     assert (gathered == 4).all()
 
 
 @several
-@pytest.mark.parametrize("early", [True, False], ids=["never had any", "had some"])
-def test_a_rank_that_has_joined(end: LaneClient, early: bool) -> None:
-    if early:  # without a device so far: it takes the one that falls to it
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
+def test_a_rank_that_has_joined(end: LaneClient, fresh: bool) -> None:
+    if fresh:  # the joined rank has had no CUDA tensor, so it takes its default device
         ringjax.shutdown()
         ringjax.init()
         end = LaneClient()
     if end.rank == end.size - 1:
         end.lane.join().wait()
     else:
-        while_one_has_joined(end)
+        check_with_a_joined_rank(end)
         end.lane.join().wait()
     (out,) = end.run("allreduce", "after the join", [np.ones(2, np.float32)])
     assert (out == end.size).all()
 
 
-def while_one_has_joined(end: LaneClient) -> None:
-    """Every operation, of the others: it counts, and contributes nothing."""
+def check_with_a_joined_rank(end: LaneClient) -> None:
+    """Runs all operations while the last rank has joined, which contributes zeros."""
     size, others = end.size, range(end.size - 1)
     for dtype in ("float32", "float64", "float16", "int8", "int64"):
         xs = draw(size, (5, 3), dtype, 2)[:-1]
@@ -409,7 +410,7 @@ def while_one_has_joined(end: LaneClient) -> None:
                 wide = want.astype("f8") / size
                 want = np.trunc(wide) if out.dtype.kind == "i" else wide
                 want = want.astype(out.dtype)
-            equal(out, want, near(reduce, want))
+            equal(out, want, tolerance(reduce, want))
         (out,) = end.run("broadcast", f"{dtype}.b", [x])
         equal(out, xs[0])
         (out,) = end.run("allgather", f"{dtype}.g", [x])

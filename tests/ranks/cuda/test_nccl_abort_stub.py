@@ -1,7 +1,7 @@
-"""How ranks leave NCCL together when an epoch fails, on the stubs: no GPU tests.
+"""How ranks abort NCCL together when an epoch fails, on stubs and not on a GPU.
 
-An abort gives memory back that other ranks of the host and other communicators of the
-process may still use. So all of them stop first, within a bound.
+An abort frees memory that other ranks of the host and other communicators of the
+process may still use. So all of them stop first, within a time limit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import ringjax
 
 calls.open_at_init()
 rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
-if rank == 1 and "APART" in os.environ:
+if rank == 1 and "MORTAL" in os.environ:
     killable_rank.run_in_child()
 ringjax.init()
 small = [np.ones(3, np.float32)]
 """
-SLOW = 0.6  # seconds
-job = partial(stub_job, HEAD)
+SLOW = 0.6  # seconds by which one rank stops later
+start = partial(stub_job, HEAD)
 
 
-# The rank that fails waits for a slow peer as that one for a slow culprit.
+# The failing rank 0 must wait for a slow rank 1, and rank 1 for a slow rank 0.
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_ranks_stop_before_one_aborts(
     start_job: StartJob, tmp_path: Path, slow: int
 ) -> None:
     log = tmp_path / "nccl"
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -47,7 +47,7 @@ def test_all_ranks_stop_before_one_aborts(
         if rank == 0:
             began = time.monotonic()
             try:
-                device.start(small, site=1)  # the one before was never collected
+                device.start(small, site=1)  # fails: the last START was not collected
             except Exception as error:
                 print("failed", began, error, flush=True)
         while not device.core.aborted:
@@ -57,40 +57,40 @@ def test_all_ranks_stop_before_one_aborts(
         {"RINGJAX_FAILPOINTS": f"device.aborted=sleep({SLOW})@{slow}"},
         NCCL_STUB_LOG=str(log),
     )
-    assert one.wait() == 0, one.logs()
-    _, began, text = one.output(0).split(maxsplit=2)
+    assert job.wait() == 0, job.logs()
+    _, began, text = job.output(0).split(maxsplit=2)
     assert "never collected the results" in text
     aborts = [x for x in read_log(log) if x["function"] == "ncclCommAbort"]
     assert {x["rank"] for x in aborts} == {0, 1}
     assert all(x["seconds"] - float(began) >= SLOW for x in aborts), (began, aborts)
 
 
-def test_a_rank_that_does_not_stop_is_not_waited_for_for_ever(
+def test_the_wait_for_a_rank_that_does_not_stop_is_limited(
     start_job: StartJob,
 ) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
         device = calls.Device()
         if rank == 0:
-            device.core.abort("somebody said so", 0)  # without a word to the other
+            device.core.abort("aborted by the test", 0)  # rank 1 is not informed
             ringjax.shutdown()
             print("shut down", flush=True)
         else:
             time.sleep(1000)
         """,
     )
-    one.wait_for(0, "shut down")
-    one.kill(rank=1)
-    one.wait()
+    job.wait_for(0, "shut down")
+    job.kill(rank=1)
+    job.wait()
 
 
 def test_all_communicators_stop_before_one_aborts(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     log = tmp_path / "both"
-    one = job(
+    job = start(
         start_job,
         4,
         """
@@ -111,19 +111,19 @@ def test_all_communicators_stop_before_one_aborts(
         ringjax.shutdown()
         print("shut down", flush=True)
         """,
-        # The first one is late with what it tells its device.
-        {"RINGJAX_FAILPOINTS": f"device.aborted=sleep({SLOW})@0#1", "APART": "1"},
+        # The first communicator of rank 0 is late in marking its results as void.
+        {"RINGJAX_FAILPOINTS": f"device.aborted=sleep({SLOW})@0#1", "MORTAL": "1"},
         NCCL_STUB_LOG=str(log),
         CUDA_STUB_LOG=str(log),
     )
     for rank in range(4):
-        one.wait_for(rank, "ready")
-    killable_rank.kill(one, rank=1)
-    one.wait_for(0, "shut down")
-    one.interrupt()
-    one.wait()
-    mine = [x for x in read_log(log) if str(x["pid"]) == one.output(0).split()[1]]
-    told = [i for i, x in enumerate(mine) if x.get("memset") == 1]
-    aborted = [i for i, x in enumerate(mine) if x.get("function") == "ncclCommAbort"]
-    assert len(told) == len(aborted) == 4, mine
-    assert max(told) < min(aborted), mine
+        job.wait_for(rank, "ready")
+    killable_rank.kill(job, rank=1)
+    job.wait_for(0, "shut down")
+    job.interrupt()
+    job.wait()
+    own = [x for x in read_log(log) if str(x["pid"]) == job.output(0).split()[1]]
+    voided = [i for i, x in enumerate(own) if x.get("memset") == 1]
+    aborted = [i for i, x in enumerate(own) if x.get("function") == "ncclCommAbort"]
+    assert len(voided) == len(aborted) == 4, own
+    assert max(voided) < min(aborted), own

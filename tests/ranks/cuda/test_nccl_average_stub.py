@@ -1,6 +1,6 @@
-"""Averages of 16 bits, which NCCL would round before the sum, on the stubs of CUDA.
+"""Averages of 16-bit floats, which NCCL would round before the sum, on stubs of CUDA.
 
-No GPU tests. The stub rounds as NCCL does: 1/3 is 0.3340 in bfloat16.
+The stub of NCCL rounds like NCCL: in bfloat16, 1/3 becomes 0.3340.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringjax import runtime
 
 pytestmark = [needs_kernels, pytest.mark.ranks(2, 3, env=stub_environment)]
 
-LARGE = (1 << 19) + 3  # elements: not packed because it is small
+LARGE = (1 << 19) + 3  # elements: too many to be packed with other tensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest, world: World) -> Device:
 
 
 def mean(sums: np.ndarray, size: int, dtype: np.dtype[Any]) -> np.ndarray:
-    """Sums of 16 bits, divided in float32 and rounded once."""
+    """Divides 16-bit sums in float32, and rounds once."""
     return (sums.astype(dtype).astype("f4") * np.float32(1 / size)).astype(dtype)
 
 
@@ -68,7 +68,7 @@ def test_a_mean_of_large_numbers_stays_finite(device: Device) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16"])
-def test_compressed_averages_keep_float32s_scale(device: Device, name: str) -> None:
+def test_compressed_averages_scale_in_float32(device: Device, name: str) -> None:
     x = np.full(7, 1.5 * (device.rank + 1), np.float32)
     device.run("allreduce", [x], reduce="Average", wire=wire(name))
     exact = np.float32(1.5 * sum(range(1, device.size + 1)) / device.size)

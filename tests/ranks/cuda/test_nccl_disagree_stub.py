@@ -1,7 +1,7 @@
-"""Calls that ranks refuse or disagree about, on the stubs of CUDA: no GPU tests.
+"""Calls that ranks refuse or disagree about, on stubs of CUDA and not on a GPU.
 
-NCCL would hang or mix up bytes, and so does its stub; ringjax must end it on all ranks
-with one sentence, and void what was computed. Each test ends with a new epoch.
+NCCL and its stub would hang or mix up bytes. ringjax must abort on all ranks with one
+message, and must mark the results as void. Each test ends with a new epoch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def device(world: World) -> Device:
 
 
 @pytest.fixture
-def condemned(device: Device) -> Iterator[Device]:
+def failing_device(device: Device) -> Iterator[Device]:
+    """Yields a communicator that the test may abort; checks a new one afterwards."""
     yield device
     again = reopen()
     x = np.full(5, again.rank + 1.0, np.float32)
@@ -49,7 +50,7 @@ def f32(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
-# name of the mistake -> the call, and words of its error
+# For each mistake, a call and words of its error.
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "dtype": (
         {"op": "allreduce", "ins": [f32(2), np.ones(3, np.int16)], "name": "count"},
@@ -91,32 +92,34 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_all_ranks_refuse_what_cannot_be_done(condemned: Device, what: str) -> None:
+def test_all_ranks_refuse_unsupported_calls(failing_device: Device, what: str) -> None:
     call, words = REFUSED[what]
     with pytest.raises(_native.StatusError) as caught:
-        condemned.run(**call)
+        failing_device.run(**call)
     for word in ["RINGJAX[world (device), epoch ", *words]:
         assert word in str(caught.value), caught.value
-    assert ringjax.errors.from_status(caught.value).args  # a kind that is known
+    assert ringjax.errors.from_status(caught.value).args  # the code is a known one
 
 
 @pytest.mark.parametrize("what", ["dtype", "root", "result"])
-def test_one_rank_alone_refuses_its_call(condemned: Device, what: str) -> None:
-    culprit = condemned.size - 1
+def test_one_rank_alone_refuses_its_call(failing_device: Device, what: str) -> None:
+    culprit = failing_device.size - 1
     call, words = REFUSED[what]
-    good: dict[str, Any] = {k: call[k] for k in ("op", "name")}
-    good |= {"ins": [f32(3)]}
-    _, sentence = ends(condemned, call if condemned.rank == culprit else good)
-    if condemned.rank != culprit:
-        assert f"rank {culprit}" in sentence
-    assert words[-1] in sentence
+    valid: dict[str, Any] = {k: call[k] for k in ("op", "name")}
+    valid |= {"ins": [f32(3)]}
+    _, message = run_until_error(
+        failing_device, call if failing_device.rank == culprit else valid
+    )
+    if failing_device.rank != culprit:
+        assert f"rank {culprit}" in message
+    assert words[-1] in message
 
 
-def ends(device: Device, call: dict[str, Any]) -> tuple[bool, str]:
-    """Makes a call that must end the communicator.
+def run_until_error(device: Device, call: dict[str, Any]) -> tuple[bool, str]:
+    """Makes a call that must abort the communicator.
 
     Returns:
-        Whether the call was enqueued before that, and the sentence that says why.
+        Whether the call was enqueued before the abort, and the message of the error.
     """
     accepted = False
     with pytest.raises(_native.StatusError) as caught:
@@ -128,12 +131,12 @@ def ends(device: Device, call: dict[str, Any]) -> tuple[bool, str]:
     return accepted, str(caught.value)
 
 
-def _same(**changes: Any) -> dict[str, Any]:
+def _valid_call(**changes: Any) -> dict[str, Any]:
     call = {"op": "allreduce", "ins": [f32(4), f32(2)], "name": "grads"}
     return call | changes
 
 
-# name of the mistake -> words of the error, and the last rank's changes to _same()
+# For each mistake, words of the error, and what the last rank changes in _valid_call().
 DISAGREEMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "shape": (["f32[4]", "f32[5]"], {"ins": [f32(5), f32(2)]}),
     "rank": (["f32[4]", "f32[2,2]"], {"ins": [f32(2, 2), f32(2)]}),
@@ -147,29 +150,32 @@ DISAGREEMENTS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
-# NCCL does not see the others; they may be over before ringjax has compared the calls.
+# NCCL hangs only at these mistakes. With the others, NCCL may complete the operations
+# before ringjax has compared the calls.
 HANGING = ("shape", "dtype", "op", "number", "collective", "wire")
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_all_get_one_sentence(condemned: Device, what: str) -> None:
+def test_ranks_that_disagree_all_raise_one_message(
+    failing_device: Device, what: str
+) -> None:
     if what in ("wire", "factor") and not HAS_KERNELS:
         pytest.skip("built without device code")
-    device, (shown, changes) = condemned, DISAGREEMENTS[what]
+    device, (shown, changes) = failing_device, DISAGREEMENTS[what]
     culprit, large = device.size - 1, np.ones(1 << 19, np.float32)
-    call = _same(**(changes if device.rank == culprit else {}))
-    call["ins"] = [a.copy() for a in call["ins"]] + [large]  # and one in place
-    device.run("barrier")  # now operations are only enqueued
-    accepted, sentence = ends(device, call)
+    call = _valid_call(**(changes if device.rank == culprit else {}))
+    call["ins"] = [a.copy() for a in call["ins"]] + [large]  # `large` is not packed
+    device.run("barrier")  # connects; later calls only enqueue
+    accepted, message = run_until_error(device, call)
     for word in [*shown, "rank 0", f"rank {culprit}"]:
-        assert word in sentence or word.split()[-1] == "tensors", sentence
-    # All ranks must have the same text. They compare it by the host's communicator,
-    # because the devices' communicator has failed.
+        assert word in message or word.split()[-1] == "tensors", message
+    # All ranks must have one text. They compare it by the host communicator, because
+    # the device communicator has failed.
     host = runtime.current("test").communicators[0]
-    mine = np.array([zlib.crc32(sentence.encode())], np.uint32)
+    mine = np.array([zlib.crc32(message.encode())], np.uint32)
     every = np.zeros(device.size, np.uint32)
     host.execute(1, 1, [mine], [every], counts=[1] * device.size)
-    assert (every == mine).all(), sentence
+    assert (every == mine).all(), message
     with pytest.raises(_native.StatusError, match="ranks disagree"):
         device.run("allreduce", [f32(1)])
     with pytest.raises(_native.StatusError, match="ranks disagree"):
@@ -179,26 +185,26 @@ def test_ranks_that_disagree_all_get_one_sentence(condemned: Device, what: str) 
             assert np.isnan(array.flat[0]), what
 
 
-def test_calls_in_another_order(condemned: Device) -> None:
-    """Each rank's calls are all right, only not at the same time."""
+def test_calls_in_another_order(failing_device: Device) -> None:
+    """The calls of each rank are valid, but their order differs on the last rank."""
     names = ["left", "right"]
-    if condemned.rank == condemned.size - 1:
+    if failing_device.rank == failing_device.size - 1:
         names.reverse()
     with pytest.raises(_native.StatusError, match=r"ranks disagree.*'(left|right)'"):
         for name in names:
-            condemned.enqueue("allreduce", [f32(4)], name=name)
+            failing_device.enqueue("allreduce", [f32(4)], name=name)
         while True:
-            condemned.core.synchronize()
+            failing_device.core.synchronize()
             time.sleep(0.01)
 
 
-def test_splits_that_do_not_fit_together(condemned: Device) -> None:
-    device = condemned
+def test_splits_that_do_not_fit_together(failing_device: Device) -> None:
+    device = failing_device
     size, rank = device.size, device.rank
     sends = [1] * size
     receives = [2 if rank == 0 and r == 1 else 1 for r in range(size)]
     out = f32(sum(receives))
     call = {"op": "alltoall", "ins": [f32(size)], "outs": [out], "name": "tokens"}
-    _, sentence = ends(device, {**call, "counts": sends + receives})
-    assert "splits" in sentence
-    assert "tokens" in sentence
+    _, message = run_until_error(device, {**call, "counts": sends + receives})
+    assert "splits" in message
+    assert "tokens" in message

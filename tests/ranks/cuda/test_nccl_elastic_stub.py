@@ -1,11 +1,11 @@
-"""Elastic jobs whose collectives are NCCL's, on the stubs: no GPU tests.
+"""Elastic jobs whose collectives use NCCL, on stubs and not on a GPU.
 
-A loss voids what NCCL had in hand. All ranks must hear of it soon, connect their
-devices anew with those that are left, and go on from the last commit, with parameters
-that are the sum of complete steps only.
+A loss makes the results of unfinished NCCL operations void. All survivors must soon
+raise an error, connect their devices again, and continue from the last commit. The
+parameters must be the sum of complete steps only.
 
-JAX does not see the stub's device. So the training function calls the communicator of
-the moment as a compiled program does: by its number, in every step.
+JAX does not see the device of the stubs. So the training function calls the current
+communicator by its number in every step, as a compiled program does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.device_code import needs_kernels
 from support.launch import Job, StartJob
 from support.stub_processes import stub_job
 
-# Without kernels, void results are not marked.
+# Void results are marked by a kernel, so the tests need kernels.
 pytestmark = [needs_kernels, pytest.mark.timeout(150)]
 
 HEAD = """
@@ -30,7 +30,7 @@ import ringjax
 from ringjax import _native, elastic, errors, runtime
 
 WORKER = int(os.environ["RINGJAX_WORKER"])
-SIZES = (3, 5, 1 << 19)  # small ones that are packed, and a large one in place
+SIZES = (3, 5, 1 << 19)  # two small arrays that are packed, and a large one in place
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -38,11 +38,6 @@ def say(*words):
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
-class Stream:
-    # Waits as a program does: for the device, and not for good results.
-    def __init__(self):
-        self.stream = calls.DefaultStream()
-        self.finish = self.stream.finish
 
 def wait_for(done):
     while not done():
@@ -62,15 +57,15 @@ def train(step, ends, state=None, before=lambda state: None):
         say("begins", state.step, runtime.epoch_info().kind, *workers)
         say("at", f"{time.time():.3f}")
         while not ends(state, set(runtime.epoch_info().workers)):
-            time.sleep(0.01)  # the rest of a step, and time for those who start
+            time.sleep(0.01)  # the rest of a step; newcomers need time to start
             epoch = runtime.epoch_info().epoch
             before(state)
             sums = step(state)
             void = [bool(np.isnan(x).any()) for x in sums]
             right = [bool((x == total()).all()) for x in sums]
-            # What is neither is what nobody could tell from a result.
+            # Any other value would be taken for a result.
             assert all(v or r for v, r in zip(void, right)), [x[:2] for x in sums]
-            if any(void):  # a long step: the ranks have come together meanwhile
+            if any(void):  # this step outlasts the change to the next epoch
                 wait_for(lambda: runtime.epoch_info().epoch > epoch)
                 time.sleep(0.2)
             for param, x in zip(state.params, sums):
@@ -104,7 +99,7 @@ def step(state):
         device.done(sums[2:], site=0)
     except _native.StatusError as error:
         raise errors.from_status(error) from error
-    stream.finish()  # not synchronize: a program's results come without an error
+    stream.finish()  # `core.synchronize` would raise; results of a program do not
     return sums
 """
 
@@ -122,39 +117,39 @@ def start(
     return stub_job(head, partial(start_job, options=limits), np, script, env, **stubs)
 
 
-def told(job: Job, worker: int, word: str) -> list[list[str]]:
-    """The words after `word` of the lines that begin with it."""
+def printed(job: Job, worker: int, word: str) -> list[list[str]]:
+    """Returns the other words of each line that begins with `word`."""
     lines = job.output(worker).splitlines()
     return [line.split()[1:] for line in lines if line.split(" ")[0] == word]
 
 
 def check(job: Job, workers: int) -> None:
-    """Steps are committed once each, in order, and all ends are the same."""
+    """Checks that steps are committed once and in order, and the ends are equal."""
     ends = set()
     for worker in range(workers):
-        steps = [int(words[0]) for words in told(job, worker, "committed")]
+        steps = [int(words[0]) for words in printed(job, worker, "committed")]
         assert len(steps) == len(set(steps)), job.logs()
         assert steps == sorted(steps), job.logs()
-        ends |= {tuple(words) for words in told(job, worker, "finished")}
+        ends |= {tuple(words) for words in printed(job, worker, "finished")}
     assert len(ends) == 1, job.logs()
 
 
-def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
-    """A worker dies in a call, then rank 0 dies, then a worker while NCCL connects."""
+def test_killed_workers_are_replaced(start_job: StartJob) -> None:
+    """Kills a worker between steps, then rank 0, then a worker while NCCL connects."""
     job = start(
         start_job,
         3,
         """
-        ringjax.add_process_set([1])  # nobody is left of it
+        ringjax.add_process_set([1])  # its only member is killed
         connect = _native.connect_devices
 
-        def may_die(**options):
+        def maybe_die(**options):
             if WORKER == 2 and runtime.epoch_info().workers[0] == 2:
                 die()
             return connect(**options)
 
         if WORKER == 2:
-            _native.connect_devices = may_die
+            _native.connect_devices = maybe_die
 
         def before(state):
             workers = runtime.epoch_info().workers
@@ -169,11 +164,11 @@ def test_workers_die_and_others_take_their_places(start_job: StartJob) -> None:
     )
     assert job.wait(120) == 0, job.logs()
     check(job, 6)
-    kinds = [words[1:] for words in told(job, 3, "begins")]
+    kinds = [words[1:] for words in printed(job, 3, "begins")]
     assert kinds[0] == ["resize", "0", "2", "3"], job.logs()
     assert ["restart", "3"] in kinds, job.logs()
-    # The survivors of the first loss went on from what they had committed.
-    assert told(job, 0, "begins")[1] == ["5", "restart", "0", "2"], job.logs()
+    # The survivors of the first loss continued from their last commit.
+    assert printed(job, 0, "begins")[1] == ["5", "restart", "0", "2"], job.logs()
 
 
 def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
@@ -188,12 +183,12 @@ def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
             assert calls.Device().core.device == WORKER
             assert world.device_share == (WORKER,)
             workers = runtime.epoch_info().workers
-            mine = [w for w in workers if w > 0]
+            members = [w for w in workers if w > 0]
             if WORKER > 0 and state.step % 2:
                 x = np.full(7, 2.0**WORKER, np.float32)
                 calls.Device(both.process_set_id).enqueue("allreduce", [x])
                 stream.finish()
-                assert (x == sum(2.0**w for w in mine)).all(), x
+                assert (x == sum(2.0**w for w in members)).all(), x
             if state.step == 9 and WORKER == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -205,13 +200,13 @@ def test_a_rank_leaves_and_its_process_set_shrinks(start_job: StartJob) -> None:
     assert job.wait(120) == 0, job.logs()
     check(job, 3)
     for worker in (0, 2):
-        assert ["0", "2"] in [words[2:] for words in told(job, worker, "begins")]
-        assert all(words[1] == "right" for words in told(job, worker, "step"))
-    assert not told(job, 1, "finished"), job.logs()
+        assert ["0", "2"] in [words[2:] for words in printed(job, worker, "begins")]
+        assert all(words[1] == "right" for words in printed(job, worker, "step"))
+    assert not printed(job, 1, "finished"), job.logs()
 
 
-def test_a_rank_that_nccl_fails_on(start_job: StartJob) -> None:
-    """A rank dies in `init`, while NCCL connects. Later NCCL fails on another rank."""
+def test_an_nccl_failure_on_one_rank(start_job: StartJob) -> None:
+    """Kills a rank while NCCL connects in `init`; later NCCL fails on another rank."""
     job = start(
         start_job,
         4,
@@ -226,13 +221,13 @@ def test_a_rank_that_nccl_fails_on(start_job: StartJob) -> None:
         + """
 connect = _native.connect_devices
 
-def may_die(**options):
+def maybe_die(**options):
     if WORKER == 1:
         die()
     return connect(**options)
 
-_native.connect_devices = may_die
-if WORKER == 2:  # after the first epoch, and the one without worker 1
+_native.connect_devices = maybe_die
+if WORKER == 2:  # fails in the third epoch: worker 1 was lost, then worker 3
     os.environ["NCCL_STUB_FAIL"] = "ncclCommInitRankConfig:3"
 """
         + DEVICE,
@@ -240,29 +235,29 @@ if WORKER == 2:  # after the first epoch, and the one without worker 1
     assert job.wait(120) == 0, job.logs()
     check(job, 4)
     assert "ncclCommInitRankConfig" in job.output(2), job.logs()
-    assert told(job, 0, "finished")[0][0] == "30"
+    assert printed(job, 0, "finished")[0][0] == "30"
 
 
 EAGER = """
 lane_calls.without_jax()
 ringjax.init()
-del sys.modules["torch"]  # what stood for it has nothing to ask for
+del sys.modules["torch"]  # the empty stand-in has no attributes to query
 stream = calls.DefaultStream()
 
 def submit():
     end = lane_calls.LaneClient()
     ins = [np.full(n, 2.0**WORKER, np.float32) for n in SIZES]
     pending = [end.submit("allreduce", f"x{i}", [x]) for i, x in enumerate(ins)]
-    for one in pending:
-        one.ticket.wait(stream=0)  # until all are enqueued
-    return [one.outs[0] for one in pending]
+    for operation in pending:
+        operation.ticket.wait(stream=0)  # until the operation is enqueued
+    return [operation.outs[0] for operation in pending]
 
 def step(state):
     try:
         sums = submit()
     except _native.StatusError as error:
         raise errors.from_status(error) from error
-    stream.finish()  # as a program that computes with the results on its stream
+    stream.finish()  # like a program that uses the results on its stream
     return sums
 """
 
@@ -274,7 +269,7 @@ def test_tensors_of_other_frameworks(start_job: StartJob) -> None:
         """
         def before(state):
             if state.step == 5 and WORKER == 1:
-                stream.hold()  # all ranks enqueue it, and this one's part never begins
+                stream.hold()  # the operation never starts on this rank
                 submit()
                 die()
 
@@ -286,8 +281,10 @@ def test_tensors_of_other_frameworks(start_job: StartJob) -> None:
     assert job.wait(120) == 0, job.logs()
     check(job, 4)
     for worker in (0, 2):
-        assert told(job, worker, "begins")[1] == ["5", "restart", "0", "2"], job.logs()
-        assert ["6", "void"] in told(job, worker, "step"), job.logs()
+        assert printed(job, worker, "begins")[1] == ["5", "restart", "0", "2"], (
+            job.logs()
+        )
+        assert ["6", "void"] in printed(job, worker, "step"), job.logs()
 
 
 def test_a_rank_that_never_calls(start_job: StartJob) -> None:

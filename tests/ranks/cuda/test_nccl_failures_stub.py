@@ -1,7 +1,7 @@
-"""Ranks, NCCL and CUDA that fail, in jobs on the stubs: no GPU tests.
+"""Failing ranks, NCCL and CUDA in compiled programs, on stubs and not on a GPU.
 
-What must come of it: an error on every rank, soon, that names who and what; no crash,
-no hang, nothing left behind; and a world that can be formed again.
+Every rank must soon raise an error that names the rank and the cause. No rank may
+crash, hang or leak, and `init` must work again afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ calls.open_at_init()
 rank, size = (int(os.environ["RINGJAX_" + x]) for x in ("RANK", "SIZE"))
 FOREVER = 10**9
 
-def tell(error):
+def report(error):
     sys.stdout.write(f"caught: {error}\\n")
     sys.stdout.flush()
 
@@ -35,7 +35,7 @@ def begin():
     return calls.Device()
 
 def steps(device, count, values=None):
-    # small ones that are packed, and a large one in place
+    # two small arrays that are packed, and a large one in place
     arrays = values or [np.ones(3, np.float32), np.ones(4, np.float32),
                         np.ones(1 << 19, np.float32)]
     for _ in range(count):
@@ -50,26 +50,26 @@ def must_work(device):
 """
 
 
-def job(
-    start: StartJob,
+def start(
+    start_job: StartJob,
     np: int,
     script: str,
     env: dict[str, str] | None = None,
     **stubs: str | float,
 ) -> Job:
-    """The test hangs if only silence, or a limit, would tell ranks of a loss."""
+    """Starts a job with a failure timeout so long that no test succeeds by it."""
     limits = {"RINGJAX_FAILURE_TIMEOUT": "60"}
-    return stub_job(HEAD, start, np, script, limits | (env or {}), **stubs)
+    return stub_job(HEAD, start_job, np, script, limits | (env or {}), **stubs)
 
 
-def caught(one: Job, rank: int) -> str:
-    """The text of the error that a rank caught."""
-    assert "caught: " in one.output(rank), one.logs()
-    return one.output(rank).partition("caught: ")[2]
+def caught(job: Job, rank: int) -> str:
+    """Returns the text of the error that a rank caught."""
+    assert "caught: " in job.output(rank), job.logs()
+    return job.output(rank).partition("caught: ")[2]
 
 
-def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) -> None:
-    one = job(
+def test_a_killed_rank_is_named_and_the_survivor_continues(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
@@ -82,12 +82,12 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
         try:
             steps(device, FOREVER, arrays)
         except Exception as error:
-            tell(error)
+            report(error)
         enqueued = device.stats("allreduce")["calls"]
-        for again in (device.core.synchronize, device.core.check,
-                      lambda: device.run("allreduce", arrays), device.done):
+        for call in (device.core.synchronize, device.core.check,
+                     lambda: device.run("allreduce", arrays), device.done):
             try:
-                again()
+                call()
             except Exception as error:
                 assert "rank 1" in str(error), error
             else:
@@ -105,18 +105,18 @@ def test_a_killed_rank_is_named_and_the_survivor_goes_on(start_job: StartJob) ->
         """,
     )
     for rank in range(2):
-        one.wait_for(rank, "training")
-    killable_rank.kill(one, rank=1)
-    one.wait_for(0, "works 1")
-    one.kill(rank=1)
-    assert one.wait() == 128 + signal.SIGKILL, one.logs()
-    assert "rank 1" in caught(one, 0)
-    assert "late: RINGJAX[world" in one.output(0), one.logs()
+        job.wait_for(rank, "training")
+    killable_rank.kill(job, rank=1)
+    job.wait_for(0, "works 1")
+    job.kill(rank=1)
+    assert job.wait() == 128 + signal.SIGKILL, job.logs()
+    assert "rank 1" in caught(job, 0)
+    assert "late: RINGJAX[world" in job.output(0), job.logs()
 
 
 @needs_kernels
-def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> None:
-    one = job(
+def test_a_killed_rank_poisons_enqueued_operations(start_job: StartJob) -> None:
+    job = start(
         start_job,
         3,
         """
@@ -137,7 +137,7 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         try:
             device.core.synchronize()
         except Exception as error:
-            tell(error)
+            report(error)
         for array in [*arrays, gathered]:
             assert np.isnan(array[0]), array[:3]
         print("all void", flush=True)
@@ -145,21 +145,21 @@ def test_a_killed_rank_voids_what_was_enqueued_with_it(start_job: StartJob) -> N
         """,
     )
     for rank in range(3):
-        one.wait_for(rank, "ready")
-    time.sleep(0.2)  # until most wait for the device
-    killable_rank.kill(one, rank=1)
+        job.wait_for(rank, "ready")
+    time.sleep(0.2)  # most ranks wait for the device now
+    killable_rank.kill(job, rank=1)
     for rank in (0, 2):
-        one.wait_for(rank, "all void")
-        assert "rank 1" in caught(one, rank)
-    one.kill(rank=1)
-    assert one.wait() == 128 + signal.SIGKILL, one.logs()
+        job.wait_for(rank, "all void")
+        assert "rank 1" in caught(job, rank)
+    job.kill(rank=1)
+    assert job.wait() == 128 + signal.SIGKILL, job.logs()
 
 
-def test_nothing_goes_before_a_group_that_nccl_has_yet_to_launch(
+def test_operations_wait_for_a_group_that_nccl_has_not_launched(
     start_job: StartJob,
 ) -> None:
-    """Least of all the memory of the group: the stub ends a process that does so."""
-    one = job(
+    """Also freeing the memory of the group must wait; else the stub exits."""
+    job = start(
         start_job,
         1,
         """
@@ -168,37 +168,37 @@ def test_nothing_goes_before_a_group_that_nccl_has_yet_to_launch(
             log = calls.NcclLog.begin(folder)
             device = begin()
 
-            def condemn():
+            def abort():
                 while not any(x["function"] == "ncclAllReduce" for x in log.take()):
                     time.sleep(0.01)
-                device.core.abort("somebody said so", 0)
+                device.core.abort("aborted by the test", 0)
 
-            thread = threading.Thread(target=condemn)
+            thread = threading.Thread(target=abort)
             thread.start()
             try:
                 device.enqueue("allreduce", [np.ones(3, np.float32)] * 2)
             except Exception as error:
-                tell(error)
+                report(error)
             thread.join()
             ringjax.shutdown()
         """,
         {"RINGJAX_FUSION": "pack"},
         NCCL_STUB_LATENCY_MS=20_000,
     )
-    assert one.wait() == 0, one.logs()
-    assert "somebody said so" in caught(one, 0), one.logs()
+    assert job.wait() == 0, job.logs()
+    assert "aborted by the test" in caught(job, 0), job.logs()
 
 
-def test_worlds_one_after_the_other(start_job: StartJob) -> None:
-    one = job(
+def test_several_worlds_in_one_process(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
-        def held():
+        def resources():
             time.sleep(0.05)
             return [len(os.listdir("/proc/self/" + x)) for x in ("fd", "task")]
 
-        most = None
+        least = None
         for _ in range(5):
             device = begin()
             must_work(device)
@@ -212,48 +212,48 @@ def test_worlds_one_after_the_other(start_job: StartJob) -> None:
             else:
                 raise AssertionError("no error")
             del device
-            # threads of the stub end a moment after their streams
-            most = most or [min(x) for x in zip(*(held() for _ in range(10)))]
-            while any(now > x for now, x in zip(held(), most)):
+            # Threads of the stub end a moment after their streams.
+            least = least or [min(x) for x in zip(*(resources() for _ in range(10)))]
+            while any(now > x for now, x in zip(resources(), least)):
                 pass
         """,
     )
-    assert one.wait(40) == 0, one.logs()
+    assert job.wait(40) == 0, job.logs()
     for rank in range(2):
-        assert one.output(rank).count("works 2") == 5
+        assert job.output(rank).count("works 2") == 5
 
 
 def test_a_rank_that_never_calls_is_named(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         3,
         """
         device = begin()
         steps(device, 2)
         if rank == 2:
-            while not device.core.aborted:  # it hears of it as well
+            while not device.core.aborted:  # rank 2 is informed of the abort, too
                 time.sleep(0.05)
             ringjax.shutdown()
             sys.exit()
         try:
             steps(device, 1)
         except Exception as error:
-            tell(repr(ringjax.errors.from_status(error)))
+            report(repr(ringjax.errors.from_status(error)))
         ringjax.shutdown()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2", "RINGJAX_STALL_WARNING": "1"},
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in (0, 1):
-        text = caught(one, rank)
-        assert "rank 2" in text, one.logs()
+        text = caught(job, rank)
+        assert "rank 2" in text, job.logs()
         assert "grads" in text
         assert "for 2 s" in text
-        assert "still waiting" in one.output(rank), one.logs()
+        assert "still waiting" in job.output(rank), job.logs()
 
 
 def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -261,48 +261,48 @@ def test_work_that_does_not_end_is_named(start_job: StartJob) -> None:
         try:
             steps(device, 1)
         except Exception as error:
-            tell(error)
+            report(error)
         ringjax.shutdown()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
         NCCL_STUB_STALL_SECONDS=60,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        text = caught(one, rank)
+        text = caught(job, rank)
         assert "allreduce 'grads'" in text
         assert "does not end though every rank has called it" in text
 
 
 def test_an_error_that_nccl_finds_names_the_rank(start_job: StartJob) -> None:
-    """Only the peer's NCCL connection is lost, so its heartbeat reports nothing."""
-    one = job(
+    """Rank 1 loses only its NCCL connection, so its heartbeat reports no loss."""
+    job = start(
         start_job,
         2,
         """
         device = begin()
         steps(device, 2)
         if rank == 1:
-            device.core.abort("somebody said so", 1)
+            device.core.abort("aborted by the test", 1)
         else:
             try:
                 steps(device, 1)
             except Exception as error:
-                tell(error)
-        runtime.current("test").exchange("", "told")
+                report(error)
+        runtime.current("test").exchange("", "reported")
         ringjax.shutdown()
         """,
         NCCL_STUB_DETECT_DEATH=1,
     )
-    assert one.wait() == 0, one.logs()
-    text = caught(one, 0)
-    assert "RINGJAX[world" in text, one.logs()
-    assert "an error of NCCL: a peer went away (rank 1" in text, one.logs()
+    assert job.wait() == 0, job.logs()
+    text = caught(job, 0)
+    assert "RINGJAX[world" in text, job.logs()
+    assert "an error of NCCL: a peer went away (rank 1" in text, job.logs()
 
 
-# Each fails once on rank 1, or at its nth call: some are called again on the way out of
-# an error, and what they say then does not matter.
-STRUCK = {
+# Each function fails once on rank 1, at its first call or at call n of "name:n". Later
+# calls succeed, because cleaning up after an error calls some functions again.
+FAILING_FUNCTIONS = {
     "at the beginning": (
         "cuDevicePrimaryCtxRetain cuModuleLoadData cuStreamCreateWithPriority "
         "cuMemAllocAsync ncclCommInitRankConfig"
@@ -315,11 +315,13 @@ STRUCK = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("where", STRUCK)
-def test_functions_that_fail(start_job: StartJob, where: str) -> None:
-    """Both ranks hear of each, and the world can be formed again."""
-    names = STRUCK[where].split()
-    one = job(
+@pytest.mark.parametrize("where", FAILING_FUNCTIONS)
+def test_every_failing_function_of_cuda_or_nccl_is_named(
+    start_job: StartJob, where: str
+) -> None:
+    """Both ranks raise an error for each function, and `init` works again."""
+    names = FAILING_FUNCTIONS[where].split()
+    job = start(
         start_job,
         2,
         f"""
@@ -336,42 +338,42 @@ def test_functions_that_fail(start_job: StartJob, where: str) -> None:
                 device.start(arrays, reduce="Average", name="bucket")
                 device.done()
                 device.core.synchronize()
-                print("all is well", flush=True)
+                print("no error", flush=True)
             except Exception as error:
                 print("error", attempt, type(error).__name__, error, flush=True)
             ringjax.shutdown()
         """,
     )
-    assert one.wait(40) == 0, one.logs()
+    assert job.wait(40) == 0, job.logs()
     for rank in range(2):
-        lines = one.output(rank).splitlines()
+        lines = job.output(rank).splitlines()
         for name in names:
-            told = [line for line in lines if name.partition(":")[0] in line]
-            assert any("rank 1" in line for line in told), (name, one.logs())
-        assert "all is well" in lines, one.logs()
+            errors = [line for line in lines if name.partition(":")[0] in line]
+            assert any("rank 1" in line for line in errors), (name, job.logs())
+        assert "no error" in lines, job.logs()
 
 
-def test_the_init_of_nccl_ends_in_time(start_job: StartJob) -> None:
-    one = job(
+def test_the_initialization_of_nccl_has_a_timeout(start_job: StartJob) -> None:
+    job = start(
         start_job,
         2,
         """
         try:
             begin()
         except ringjax.errors.StartupError as error:
-            tell(error)
+            report(error)
         ringjax.shutdown()
         """,
-        {"RINGJAX_START_TIMEOUT": "4"},  # for two interpreters to start, too
+        {"RINGJAX_START_TIMEOUT": "4"},  # also long enough to start two interpreters
         NCCL_STUB_INIT_HANG=1,
     )
-    assert one.wait() == 0, one.logs()
-    texts = [caught(one, rank) for rank in range(2)]
+    assert job.wait() == 0, job.logs()
+    texts = [caught(job, rank) for rank in range(2)]
     assert any("has not connected 2 ranks within 4 s" in text for text in texts)
 
 
-def test_versions_of_nccl_must_be_alike(start_job: StartJob) -> None:
-    one = job(
+def test_different_nccl_versions_are_refused(start_job: StartJob) -> None:
+    job = start(
         start_job,
         3,
         """
@@ -379,18 +381,18 @@ def test_versions_of_nccl_must_be_alike(start_job: StartJob) -> None:
         try:
             begin()
         except ringjax.errors.StartupError as error:
-            tell(error)
+            report(error)
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(3):
-        text = caught(one, rank)
+        text = caught(job, rank)
         for word in ["2.28.9", "2.27.3", "libnccl.so.2", "rank 1", "RINGJAX_NCCL"]:
             assert word in text, text
 
 
 def test_a_rank_without_a_device(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -399,23 +401,23 @@ def test_a_rank_without_a_device(start_job: StartJob) -> None:
         try:
             ringjax.init()
         except Exception as error:
-            tell(error)
+            report(error)
         else:
-            tell(runtime.current("test").devices.problem(0))
-            one = np.ones(2, np.float32)
-            runtime.current("test").communicators[0].execute(0, 1, [one], [one])
-            assert (one == 2).all()
+            report(runtime.current("test").devices.problem(0))
+            x = np.ones(2, np.float32)
+            runtime.current("test").communicators[0].execute(0, 1, [x], [x])
+            assert (x == 2).all()
         ringjax.shutdown()
         """,
     )
-    assert one.wait() == 0, one.logs()
-    texts = [caught(one, rank).strip() for rank in range(2)]
+    assert job.wait() == 0, job.logs()
+    texts = [caught(job, rank).strip() for rank in range(2)]
     assert texts[0] == texts[1]
     assert "rank 1" in texts[0]
 
 
 def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -428,8 +430,8 @@ def test_ctrl_c_while_waiting_for_the_device(start_job: StartJob) -> None:
         """,
     )
     for rank in range(2):
-        one.wait_for(rank, "ready")
-    time.sleep(0.3)  # until it waits
-    one.kill(rank=1, sig=signal.SIGINT)
-    one.wait_for(1, "KeyboardInterrupt")  # and not the limit of a call, 60 s
-    assert one.wait() != 0
+        job.wait_for(rank, "ready")
+    time.sleep(0.3)  # rank 1 waits now
+    job.kill(rank=1, sig=signal.SIGINT)
+    job.wait_for(1, "KeyboardInterrupt")  # before the timeout of the call, 60 s
+    assert job.wait() != 0

@@ -1,7 +1,8 @@
-"""START and DONE of the device communicator on the stubs of CUDA: no GPU tests.
+"""START and DONE of the device communicator, on stubs of CUDA and not on a GPU.
 
-The stub's streams are threads and its kernels are slow here, so work that does not wait
-where it must is seen to be too early, and work that waits where it must not, too late.
+The streams of the stub are threads, and its kernels are slow in these tests. So work
+that does not wait where it must is visibly too early, and work that waits where it must
+not is too late.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from support.waiting import until
 
 from ringjax import _native, runtime
 
-DELAY = 0.03  # seconds of a kernel
+DELAY = 0.03  # seconds that a kernel takes
 STUBS = partial(stub_environment, CUDA_STUB_DELAY_US=DELAY * 1e6)
 pytestmark = pytest.mark.ranks(1, 3, env=STUBS)
 
@@ -51,20 +52,20 @@ def device(request: pytest.FixtureRequest, world: World) -> Device:
 
 @pytest.fixture
 def stream(device: Device) -> Iterator[DefaultStream]:
-    made = DefaultStream()
-    yield made
-    made.close()
+    stream = DefaultStream()
+    yield stream
+    stream.close()
 
 
 @pytest.fixture
-def condemned(device: Device) -> Iterator[Device]:
-    """For a test that ends the communicator: the next one has a new epoch."""
+def failing_device(device: Device) -> Iterator[Device]:
+    """Yields a communicator that the test may abort; opens a new epoch afterwards."""
     yield device
     reopen()
 
 
 def buckets(size: int, count: int = 4) -> list[list[list[np.ndarray]]]:
-    """Per bucket and tensor the arrays of all ranks."""
+    """Returns, for each bucket and tensor, the arrays of all ranks."""
     sizes = [(3, 5), (1001,), (), (300_000,)]
     return [
         [draw(size, shape, "float32", 10 * b + i) for i, shape in enumerate(sizes)]
@@ -99,16 +100,16 @@ def test_several_buckets_in_flight(
                 equal(out, reduced("Average", xs), 1e-6)
 
 
-# Alone nothing is packed, so nothing takes its time.
+# A single rank packs nothing, so no slow kernel runs.
 @pytest.mark.ranks(3, env=STUBS)
 @needs_kernels
-def test_results_are_there_after_done_and_not_before(
+def test_results_are_complete_after_done_only(
     device: Device, stream: DefaultStream
 ) -> None:
     world, early = runtime.current("test"), [False]
 
     def enough() -> bool:
-        """A copy may come early here; on a busy machine it may be late by itself."""
+        """Whether all ranks have seen an early copy; a busy machine delays copies."""
         if runtime.config().comm_stream:
             return all(world.exchange(any(early), "seen"))
         return len(early) > 5
@@ -117,8 +118,8 @@ def test_results_are_there_after_done_and_not_before(
         x, y = np.full(8, 2.0, np.float32), np.full(8, 3.0, np.float32)
         between, after = np.zeros(8, np.float32), np.zeros(8, np.float32)
         started = time.monotonic()
-        device.start([x, y])  # both are packed by a slow kernel, unpacked by another
-        stream.copy(x, between)  # nothing has told the stream to wait
+        device.start([x, y])  # one slow kernel packs both, another one unpacks them
+        stream.copy(x, between)  # only DONE makes the stream wait
         device.done()
         stream.copy(x, after)
         device.core.synchronize()
@@ -130,53 +131,51 @@ def test_results_are_there_after_done_and_not_before(
 
 def test_the_host_never_waits(device: Device, stream: DefaultStream) -> None:
     arrays = [np.ones(3, np.float32), np.ones(2, np.float32)]
-    device.start(arrays)  # the first operations connect the peers
+    device.start(arrays)  # the first operation connects the peers
     device.done()
     device.core.synchronize()
-    go_on = stream.hold()
+    release = stream.hold()
     try:
         device.start(arrays)
         device.done()
         device.enqueue("allreduce", arrays)
-        assert (arrays[0] == device.size).all()  # all of that is yet to come
+        assert (arrays[0] == device.size).all()  # nothing has run yet
     finally:
-        go_on()
+        release()
     device.core.synchronize()
     assert (arrays[0] == device.size**3).all()
 
 
-def test_time_on_the_device_is_told_apart(
+def test_device_time_is_recorded_apart_from_waiting(
     device: Device, stream: DefaultStream
 ) -> None:
-    def told() -> float:
+    def device_seconds() -> float:
         sums = runtime.current("test").recorder.totals()
         return sum(s["device_seconds"] for s in sums if s["op"] == "allreduce")
 
     x = np.ones(8, np.float32)
     device.enqueue("allreduce", [x])  # connects the peers
     device.core.synchronize()
-    before, began = told(), time.monotonic()
-    go_on = stream.hold() if device.rank == 0 else None
+    before, began = device_seconds(), time.monotonic()
+    release = stream.hold() if device.rank == 0 else None
     device.enqueue("allreduce", [x])
     runtime.current("test").exchange("", "enqueued")
-    if go_on:  # its turn comes later; the others wait for it in theirs
+    if release:  # rank 0 starts its operation late; the others wait on their devices
         time.sleep(1.0)
         began = time.monotonic()
-        go_on()
+        release()
     device.core.synchronize()
-    most = time.monotonic() - began
-    if device.size == 1:  # nothing is exchanged
-        assert told() == 0
+    longest = time.monotonic() - began
+    if device.size == 1:  # a single rank sends nothing
+        assert device_seconds() == 0
         return
-    until(lambda: told() != before)  # seen when the watch looks next
-    took = told() - before
-    assert 0 < took <= most
-    assert device.rank == 0 or took > 0.2
+    until(lambda: device_seconds() != before)  # the watch thread updates it later
+    recorded = device_seconds() - before
+    assert 0 < recorded <= longest
+    assert device.rank == 0 or recorded > 0.2
 
 
-def test_the_start_waits_for_what_is_before_it(
-    device: Device, stream: DefaultStream
-) -> None:
+def test_start_waits_for_earlier_kernels(device: Device, stream: DefaultStream) -> None:
     source, x = np.full(8, 5.0, np.float32), np.zeros(8, np.float32)
     stream.sleep(DELAY)
     stream.copy(source, x)
@@ -194,12 +193,14 @@ def test_done_needs_its_start(device: Device) -> None:
     device.done(site=7)
     with pytest.raises(_native.StatusError, match="DONE of bucket 7 without its START"):
         device.done(site=7)
-    device.core.synchronize()  # nothing is broken
+    device.core.synchronize()  # the errors have not aborted the communicator
     assert (x == device.size).all()
 
 
-def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) -> None:
-    device, arrays = condemned, [np.ones(3, np.float32) for _ in range(4)]
+def test_a_step_that_is_never_collected_fails_on_all_ranks(
+    failing_device: Device,
+) -> None:
+    device, arrays = failing_device, [np.ones(3, np.float32) for _ in range(4)]
     culprit = device.size - 1
     with pytest.raises(_native.StatusError) as caught:
         # The culprit may start its second step before others start the first.
@@ -210,8 +211,8 @@ def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) ->
             device.start([arrays[1]], site=0, name="grads")
             device.done(site=0)
             device.core.synchronize()
-    sentence = str(caught.value)
-    assert f"rank {culprit} started a step and never collected" in sentence
+    message = str(caught.value)
+    assert f"rank {culprit} started a step and never collected" in message
     with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):
         device.start([arrays[3]])
     with pytest.raises(_native.StatusError, match=f"rank {culprit} started a step"):
@@ -221,10 +222,10 @@ def test_a_step_that_is_never_collected_ends_it_everywhere(condemned: Device) ->
 
 
 def test_a_cancelled_first_step_does_not_disturb_another_world(
-    condemned: Device,
+    failing_device: Device,
 ) -> None:
     """A new epoch starts with no bucket in flight."""
-    condemned.start([np.ones(3, np.float32)], site=3)
+    failing_device.start([np.ones(3, np.float32)], site=3)
     device = reopen()
     x: Any = np.ones(3, np.float32)
     device.start([x], site=3)

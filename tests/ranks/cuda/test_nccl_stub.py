@@ -1,7 +1,7 @@
-"""Every collective of the device communicator against numpy, on the stubs of CUDA.
+"""Every collective of the device communicator, on stubs of CUDA and not on a GPU.
 
-These are no GPU tests: they show which kernels and NCCL operations ringjax enqueues and
-that together they compute the right thing. Failures are in test_nccl_*_stub.py.
+The tests check which kernels and NCCL operations ringjax enqueues, and compare their
+results with NumPy. Other files test_nccl_*_stub.py have the failures.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
-def whole_log() -> Iterator[NcclLog | None]:
-    """Prepares a rank before its first `ringjax.init`."""
+def module_log() -> Iterator[NcclLog | None]:
+    """Prepares a rank before its first `ringjax.init`; yields the log of NCCL calls."""
     if VARIABLE not in os.environ:
         yield None
         return
@@ -60,14 +60,14 @@ def device(world: World) -> Device:
 
 
 @pytest.fixture
-def log(device: Device, whole_log: NcclLog) -> NcclLog:
-    whole_log.take()
-    return whole_log
+def log(device: Device, module_log: NcclLog) -> NcclLog:
+    module_log.take()
+    return module_log
 
 
 @pytest.fixture(params=MODES)
 def fusing(request: pytest.FixtureRequest, device: Device) -> Device:
-    """A communicator with each way to fuse."""
+    """Returns a communicator with one of the ways to fuse tensors."""
     if runtime.config().fusion != request.param:
         return reopen(RINGJAX_FUSION=request.param)
     return device
@@ -76,7 +76,7 @@ def fusing(request: pytest.FixtureRequest, device: Device) -> Device:
 def inputs(
     size: int, dtypes: tuple[str, ...], shapes: Any = SHAPES
 ) -> list[list[np.ndarray]]:
-    """For each tensor the arrays of all ranks: every shape of every type."""
+    """Returns the arrays of all ranks, for each tensor: every shape of every dtype."""
     return [
         draw(size, shape, dtype, seed)
         for seed, dtype in enumerate(dtypes)
@@ -97,7 +97,7 @@ def both(
     device.run(op, mine, outs, **options)
     check(outs)
     for array, xs in zip(mine, stacks, strict=True):
-        equal(array, xs[device.rank])  # operands are not touched
+        equal(array, xs[device.rank])  # operands are not modified
     copies = [array.copy() for array in mine]
     device.run(op, copies, **options)
     check(copies)
@@ -131,7 +131,7 @@ def test_allreduce_scaled(fusing: Device, before: float, after: float) -> None:
     def check(outs: list[np.ndarray]) -> None:
         for out, xs in zip(outs, stacks, strict=True):
             want = np.asarray(reduced("Sum", xs).astype("c16") * before * after)
-            if out.dtype.kind in "iu":  # each factor rounds: as on the CPU
+            if out.dtype.kind in "iu":  # each factor rounds, as in the host core
                 want = xs[fusing.rank].copy()
                 host.execute(0, 1, [want], [want], **factors)
             elif out.dtype.kind != "c":
@@ -179,7 +179,7 @@ def test_allreduce_of_many_tensors(fusing: Device, count: int) -> None:
 
 
 @needs_kernels
-def test_large_tensors_are_reduced_where_they_are(device: Device, log: NcclLog) -> None:
+def test_large_tensors_are_reduced_in_place(device: Device, log: NcclLog) -> None:
     device = reopen(RINGJAX_FUSION="hybrid")
     log.take()
     large, small = (3 * MIB // 4 + 1,), (5, 3)
@@ -190,10 +190,11 @@ def test_large_tensors_are_reduced_where_they_are(device: Device, log: NcclLog) 
         equal(out, reduced("Sum", stacks[i // 2]))
     done = [e for e in log.take() if e["function"] == "ncclAllReduce"]
     counts = sorted(e["count"] for e in done)
-    if device.size == 1:  # nothing is left to do
+    if device.size == 1:  # a single rank needs no NCCL operation
         assert counts == []
         return
-    assert counts == [15 + 1 + 15 + 1, large[0], large[0]]  # at multiples of 16 bytes
+    # The packed tensors have 15 elements, and begin at multiples of 16 bytes.
+    assert counts == [15 + 1 + 15 + 1, large[0], large[0]]
     assert len({e["group"] for e in done}) == 1
     assert all(e["in_place"] for e in done)
 
@@ -261,7 +262,8 @@ def test_allgather(device: Device, uneven: bool) -> None:
         equal(out, want)
 
 
-SCATTERED = {
+# For each case, the options of the call and the tolerance of the comparison.
+REDUCESCATTER_CASES = {
     "sum": ({"reduce": "Sum"}, 0.0),
     "average": ({"reduce": "Average"}, 2e-2),
     "max": ({"reduce": "Max"}, 0.0),
@@ -272,15 +274,15 @@ SCATTERED = {
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("how", SCATTERED)
-def test_reducescatter(device: Device, uneven: bool, how: str) -> None:
-    options, near = SCATTERED[how]
-    if how in ("scaled", "compressed") and not HAS_KERNELS:
+@pytest.mark.parametrize("case", REDUCESCATTER_CASES)
+def test_reducescatter(device: Device, uneven: bool, case: str) -> None:
+    options, allowed = REDUCESCATTER_CASES[case]
+    if case in ("scaled", "compressed") and not HAS_KERNELS:
         pytest.skip("built without device code")
     op, size, rank = options["reduce"], device.size, device.rank
     rows = [(2 * r + 3) % 5 if uneven else 3 for r in range(size)]
     dtypes = [*FLOATS, *(() if op in ("Max", "Product") else COMPLEX)]
-    dtypes += [] if how == "scaled" else INTEGERS
+    dtypes += [] if case == "scaled" else INTEGERS
     stacks = [
         draw(size, (sum(rows), *tail), dtype, seed)
         for seed, dtype in enumerate(dtypes)
@@ -288,19 +290,19 @@ def test_reducescatter(device: Device, uneven: bool, how: str) -> None:
     ]
     first = sum(rows[:rank])
     expected = [reduced(op, xs)[first : first + rows[rank]] for xs in stacks]
-    if how == "scaled":
+    if case == "scaled":
         expected = [(want * 2).astype(want.dtype) for want in expected]
     outs = empty_like(expected)
     mine = [xs[rank] for xs in stacks]
     device.run("reducescatter", mine, outs, counts=rows * len(mine), **options)
     for out, want in zip(outs, expected, strict=True):
-        equal(out, want, near)
+        equal(out, want, allowed)
 
 
 @pytest.mark.parametrize("kind", ["even", "uneven", "nothing"])
 def test_alltoall(device: Device, kind: str) -> None:
     size, rank = device.size, device.rank
-    # rows[i][j] go from rank i to rank j
+    # Rank i sends rows[i][j] rows to rank j.
     formula = {"even": lambda i, j: 2, "uneven": lambda i, j: (i + 2 * j) % 3}
     rows = [
         [formula.get(kind, lambda i, j: 0)(i, j) for j in range(size)]

@@ -1,7 +1,7 @@
-"""Several CUDA devices a process, and one of them that fails: no GPU tests.
+"""Processes with several CUDA devices, one of which fails, on stubs and not on a GPU.
 
-An error of one device is an error of all devices of all ranks, soon, and says which it
-was; their results are void; nothing is left behind, and a world can be formed again.
+If one device fails, all devices of all ranks must soon fail with an error that names
+the device. Their results are void, nothing leaks, and `init` works again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def must_work(devices, count=2):
             assert all((x == 1).all() for x in mine)
     print("works", len(devices.all), flush=True)
 
-def tell(errors):
+def report(errors):
     for place, error in enumerate(errors):
-        what = error if isinstance(error, Exception) else "no error"
-        print(f"device {place}: {what}", flush=True)
+        text = error if isinstance(error, Exception) else "no error"
+        print(f"device {place}: {text}", flush=True)
 
-def all_end(devices):
-    # the watchdogs tell each device
+def wait_for_aborts(devices):
+    # The watchdog of each device aborts it.
     while not all(device.core.aborted for device in devices.all):
         time.sleep(0.01)
 
@@ -61,31 +61,31 @@ def nothing_left():
         time.sleep(0.01)
     print("nothing left", flush=True)
 """
-# A loss that only silence would tell of is noticed too late for the test.
+# The failure timeout is so long that no test succeeds by it.
 SETTINGS = {"RINGJAX_DEVICES_PER_RANK": "all", "RINGJAX_FAILURE_TIMEOUT": "60"}
 
 
-def job(
-    start: StartJob,
+def start(
+    start_job: StartJob,
     np: int,
     script: str,
     env: dict[str, str] | None = None,
     **stubs: str | float,
 ) -> Job:
     stubs = {"CUDA_STUB_DEVICES": 2, **stubs}
-    return stub_job(HEAD, start, np, script, SETTINGS | (env or {}), **stubs)
+    return stub_job(HEAD, start_job, np, script, SETTINGS | (env or {}), **stubs)
 
 
-def caught(one: Job, rank: int, place: int) -> str:
-    """The text of the error that a device of a rank met."""
-    lines = one.output(rank).splitlines()
+def caught(job: Job, rank: int, place: int) -> str:
+    """Returns the text of the error of one device of a rank."""
+    lines = job.output(rank).splitlines()
     (line,) = [x for x in lines if x.startswith(f"device {place}: ")]
     return line.partition(": ")[2]
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-def test_worlds_one_after_the_other(start_job: StartJob, devices: int) -> None:
-    one = job(
+def test_several_worlds_in_one_process(start_job: StartJob, devices: int) -> None:
+    job = start(
         start_job,
         2,
         """
@@ -101,14 +101,14 @@ def test_worlds_one_after_the_other(start_job: StartJob, devices: int) -> None:
         """,
         CUDA_STUB_DEVICES=devices,
     )
-    assert one.wait(60) == 0, one.logs()
+    assert job.wait(60) == 0, job.logs()
     for rank in range(2):
-        assert one.output(rank).count("nothing left") == 3
-        assert one.output(rank).count(f"works {devices}") == 3
+        assert job.output(rank).count("nothing left") == 3
+        assert job.output(rank).count(f"works {devices}") == 3
 
 
 def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         3,
         """
@@ -120,7 +120,7 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
             while True:
                 step(place, device)
         print("training", flush=True)
-        tell(devices.run(forever))
+        report(devices.run(forever))
         assert all(device.core.aborted for device in devices.all)
         try:
             devices.confirm()
@@ -136,18 +136,18 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
         CUDA_STUB_DEVICES=4,
     )
     for rank in range(3):
-        one.wait_for(rank, "training")
-    time.sleep(0.2)  # until they are in the middle of it
-    killable_rank.kill(one, rank=1)
+        job.wait_for(rank, "training")
+    time.sleep(0.2)  # all ranks are in the middle of a step now
+    killable_rank.kill(job, rank=1)
     for rank in (0, 2):
-        one.wait_for(rank, "over")
-    one.kill(rank=1)
-    assert one.wait() == 128 + signal.SIGKILL, one.logs()
+        job.wait_for(rank, "over")
+    job.kill(rank=1)
+    assert job.wait() == 128 + signal.SIGKILL, job.logs()
     for rank in (0, 2):
         for place in range(4):
-            assert "rank 1" in caught(one, rank, place), one.logs()
-        assert "confirm: 1" in one.output(rank), one.logs()
-        assert "nothing left" in one.output(rank), one.logs()
+            assert "rank 1" in caught(job, rank, place), job.logs()
+        assert "confirm: 1" in job.output(rank), job.logs()
+        assert "nothing left" in job.output(rank), job.logs()
 
 
 @needs_kernels
@@ -155,9 +155,9 @@ def test_a_killed_rank_ends_all_devices(start_job: StartJob) -> None:
     "function", ["ncclAllReduce", "ncclGroupEnd", "cuLaunchKernel", "cuEventRecord"]
 )
 def test_a_device_that_fails_fails_all(start_job: StartJob, function: str) -> None:
-    """Its call raises, and what others have enqueued is void, on all ranks."""
+    """The call of the device raises, and enqueued results of all ranks are void."""
     variable = "CUDA_STUB_FAIL" if function.startswith("cu") else "NCCL_STUB_FAIL"
-    one = job(
+    job = start(
         start_job,
         2,
         f"""
@@ -167,20 +167,20 @@ def test_a_device_that_fails_fails_all(start_job: StartJob, function: str) -> No
         first, second = devices.all
         if rank == 1:
             runtime.current("test").exchange(0, "enqueued")
-            errors = devices.run(step, places=[1])  # the first one's part never begins
-            print("struck:", errors[0], flush=True)
+            errors = devices.run(step, places=[1])  # device 0 of this rank never calls
+            print("own error:", errors[0], flush=True)
         else:
             mine = values()
             first.enqueue("allreduce", mine, name="grads")
             runtime.current("test").exchange(0, "enqueued")
             errors = devices.run(step, places=[1])
-            all_end(devices)
+            wait_for_aborts(devices)
             stream = calls.DefaultStream(devices.numbers[0])
             stream.finish()
             assert all(np.isnan(x[0]) for x in mine), mine
             stream.close()
-        all_end(devices)
-        tell(devices.run(step))
+        wait_for_aborts(devices)
+        report(devices.run(step))
         ringjax.shutdown()
         devices = begin()
         must_work(devices)
@@ -188,28 +188,26 @@ def test_a_device_that_fails_fails_all(start_job: StartJob, function: str) -> No
         del devices
         """,
     )
-    assert one.wait(60) == 0, one.logs()
-    assert function[4:] in one.output(1).partition("struck:")[2], one.logs()
+    assert job.wait(60) == 0, job.logs()
+    assert function[4:] in job.output(1).partition("own error:")[2], job.logs()
     for rank in range(2):
         for place in range(2):
-            text = caught(one, rank, place)
-            assert "rank 1" in text, one.logs()
-            assert "(its CUDA device 1)" in text, one.logs()
-        assert "works 2" in one.output(rank), one.logs()
+            text = caught(job, rank, place)
+            assert "rank 1" in text, job.logs()
+            assert "(its CUDA device 1)" in text, job.logs()
+        assert "works 2" in job.output(rank), job.logs()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_a_device_that_does_not_come_is_named(
-    start_job: StartJob, overlapped: bool
-) -> None:
-    one = job(
+def test_a_missing_device_is_named(start_job: StartJob, overlapped: bool) -> None:
+    job = start(
         start_job,
         3,
         f"""
         devices = begin()
         must_work(devices)
         def body(place, device):
-            if place == 1 and rank == 2:  # its part of the program has failed before
+            if place == 1 and rank == 2:  # as if the program had failed on this device
                 return None
             mine = values()
             if {overlapped}:
@@ -219,29 +217,29 @@ def test_a_device_that_does_not_come_is_named(
                 device.enqueue("allreduce", mine, name="grads")
             device.core.synchronize()
         errors = devices.run(body)
-        all_end(devices)
-        tell(errors)
+        wait_for_aborts(devices)
+        report(errors)
         print("later:", *devices.run(step), flush=True)
         ringjax.shutdown()
         nothing_left()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "2"},
     )
-    assert one.wait(40) == 0, one.logs()
+    assert job.wait(40) == 0, job.logs()
     for rank in range(3):
-        text = caught(one, rank, 1)
+        text = caught(job, rank, 1)
         if rank == 2:
             assert text == "no error"  # rank 2 made no call
-            text = one.output(2).partition("later:")[2]
-        assert "world (device 1)" in text, one.logs()
-        assert "rank 2" in text, one.logs()
-        assert "has not called allreduce 'grads'" in text, one.logs()
-        assert "for 2 s" in text, one.logs()
+            text = job.output(2).partition("later:")[2]
+        assert "world (device 1)" in text, job.logs()
+        assert "rank 2" in text, job.logs()
+        assert "has not called allreduce 'grads'" in text, job.logs()
+        assert "for 2 s" in text, job.logs()
 
 
-def test_devices_that_do_not_agree(start_job: StartJob) -> None:
-    """The second devices call other things: the first ones end as well."""
-    one = job(
+def test_devices_that_disagree_all_raise(start_job: StartJob) -> None:
+    """Only calls of the second devices disagree, but the first devices fail, too."""
+    job = start(
         start_job,
         2,
         """
@@ -253,19 +251,19 @@ def test_devices_that_do_not_agree(start_job: StartJob) -> None:
             while not device.core.aborted:
                 device.run("allreduce", [np.ones(3, np.float32)], name="more")
             device.core.check()
-        tell(devices.run(body))
+        report(devices.run(body))
         ringjax.shutdown()
         nothing_left()
         """,
         {"RINGJAX_COLLECTIVE_TIMEOUT": "10"},
     )
-    assert one.wait(40) == 0, one.logs()
+    assert job.wait(40) == 0, job.logs()
     for rank in range(2):
         for place in range(2):
-            text = caught(one, rank, place)
-            assert "f32[3]" in text, one.logs()
-            assert "f32[4]" in text, one.logs()
-            assert "device 1" in text, one.logs()
+            text = caught(job, rank, place)
+            assert "f32[3]" in text, job.logs()
+            assert "f32[4]" in text, job.logs()
+            assert "device 1" in text, job.logs()
 
 
 REFUSED = {
@@ -283,10 +281,10 @@ REFUSED = {
 
 @needs_kernels
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_does_not_fit_together_is_refused_on_all_ranks(
+def test_unusable_devices_are_refused_on_all_ranks(
     start_job: StartJob, text: str
 ) -> None:
-    one = job(
+    job = start(
         start_job,
         3,
         f"""
@@ -300,18 +298,18 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(
         nothing_left()
         """,
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(3):
-        said = one.output(rank).partition("refused:")[2]
-        if "CUDA device 1" in text:  # threads of NCCL come in any order
-            assert "CUDA device" in said, one.logs()
-            assert text.split()[-1] in said, one.logs()
+        error = job.output(rank).partition("refused:")[2]
+        if "CUDA device 1" in text:  # devices connect concurrently, so either may fail
+            assert "CUDA device" in error, job.logs()
+            assert text.split()[-1] in error, job.logs()
         else:
-            assert text in said, one.logs()
+            assert text in error, job.logs()
 
 
 def test_two_ranks_that_see_the_same_devices(start_job: StartJob) -> None:
-    one = job(
+    job = start(
         start_job,
         2,
         """
@@ -323,9 +321,9 @@ def test_two_ranks_that_see_the_same_devices(start_job: StartJob) -> None:
         """,
         CUDA_STUB_UUID="the-same",
     )
-    assert one.wait() == 0, one.logs()
+    assert job.wait() == 0, job.logs()
     for rank in range(2):
-        assert "rank 0 and rank 1 compute on the same GPU" in one.output(rank)
+        assert "rank 0 and rank 1 compute on the same GPU" in job.output(rank)
 
 
 ELASTIC = """
@@ -378,28 +376,28 @@ train()
 
 
 @needs_kernels
-def test_an_elastic_job_loses_a_rank_and_takes_another(start_job: StartJob) -> None:
-    """The devices of those who are there are joined anew, all of them."""
+def test_an_elastic_job_replaces_a_lost_rank(start_job: StartJob) -> None:
+    """In each epoch, all devices of the members are connected again."""
     limits = ["--min-np", "2", "--max-np", "3"]
-    one = job(partial(start_job, options=limits), 3, ELASTIC)
-    assert one.wait(90) == 0, one.logs()
+    job = start(partial(start_job, options=limits), 3, ELASTIC)
+    assert job.wait(90) == 0, job.logs()
     for worker in (0, 2, 3):
-        lines = one.output(worker).splitlines()
+        lines = job.output(worker).splitlines()
         (end,) = [line.split() for line in lines if line.startswith("finished")]
-        assert int(end[1]) >= 40, one.logs()
-        assert end[2] == "3", one.logs()
+        assert int(end[1]) >= 40, job.logs()
+        assert end[2] == "3", job.logs()
         begins = [line for line in lines if line.startswith("begins")]
-        assert begins[-1].split()[2:] == ["0", "2", "3"], one.logs()
-        assert worker == 3 or begins[0] == "begins 0 0 1 2", one.logs()
+        assert begins[-1].split()[2:] == ["0", "2", "3"], job.logs()
+        assert worker == 3 or begins[0] == "begins 0 0 1 2", job.logs()
 
 
 @needs_kernels
-def test_a_newcomer_with_other_devices_ends_alone(start_job: StartJob) -> None:
+def test_only_a_newcomer_with_other_devices_fails(start_job: StartJob) -> None:
     """The members continue and accept the next newcomer."""
     limits = ["--min-np", "2", "--max-np", "3"]
-    one = job(partial(start_job, options=limits), 3, ELASTIC, {"LAST": "4"})
-    assert one.wait(90) == 0, one.logs()
-    assert "rank 0 has 2 (0, 1) and rank 2 has 3 (0, 1, 2)" in one.logs()
+    job = start(partial(start_job, options=limits), 3, ELASTIC, {"LAST": "4"})
+    assert job.wait(90) == 0, job.logs()
+    assert "rank 0 has 2 (0, 1) and rank 2 has 3 (0, 1, 2)" in job.logs()
     for worker in (0, 2, 4):
-        assert "finished" in one.output(worker), one.logs()
-    assert "finished" not in one.output(3), one.logs()
+        assert "finished" in job.output(worker), job.logs()
+    assert "finished" not in job.output(3), job.logs()

@@ -1,8 +1,9 @@
-"""Several CUDA devices a process, on the stubs of CUDA and NCCL: no GPU tests.
+"""Processes with several CUDA devices, on stubs of CUDA and NCCL and not on a GPU.
 
-Each device is joined with those of its place on the other ranks. Its calls are compared
-and carried out without the others, so that programs over some devices may run beside
-programs over others. Failures are in test_several_devices_failures_stub.py.
+Each device has a communicator with the devices at the same position on other ranks. The
+calls of a device do not wait for other devices of its process, so programs over some
+devices may run beside programs over others. test_several_devices_failures_stub.py has
+the failures.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from support.stubs import stub_environment
 import ringjax
 from ringjax import _native, runtime
 
-SEEN = 4
+VISIBLE_DEVICES = 4
 
 
 def environment() -> Mapping[str, str]:
-    return stub_environment(CUDA_STUB_DEVICES=SEEN)
+    return stub_environment(CUDA_STUB_DEVICES=VISIBLE_DEVICES)
 
 
 pytestmark = pytest.mark.ranks(1, 2, 3, env=environment)
-SMALL, LARGE = (5, 3), ((1 << 18) + 1,)  # packed, and in place
+SMALL, LARGE = (5, 3), ((1 << 18) + 1,)  # shapes that are packed, and reduced in place
 
 
 @pytest.fixture(scope="module", autouse=True)
-def whole_log() -> Iterator[NcclLog | None]:
-    """Prepares a rank before its first `ringjax.init`."""
+def module_log() -> Iterator[NcclLog | None]:
+    """Prepares a rank before its first `ringjax.init`; yields the log of NCCL calls."""
     if VARIABLE not in os.environ:
         yield None
         return
@@ -55,42 +56,40 @@ def whole_log() -> Iterator[NcclLog | None]:
 
 @pytest.fixture(params=["2", "all"])
 def devices(request: pytest.FixtureRequest, world: World) -> Devices:
-    """Two devices of each rank, and all four that it sees."""
+    """Returns the devices of a rank: two devices, or all four visible ones."""
     if runtime.config().devices_per_rank != {"2": 2, "all": 0}[request.param]:
         reopen(RINGJAX_DEVICES_PER_RANK=request.param)
     return Devices()
 
 
 @pytest.fixture
-def log(devices: Devices, whole_log: NcclLog) -> NcclLog:
-    whole_log.take()
-    return whole_log
+def log(devices: Devices, module_log: NcclLog) -> NcclLog:
+    module_log.take()
+    return module_log
 
 
 def arrays(place: int, size: int, step: int = 0) -> list[list[np.ndarray]]:
-    """For each tensor what all ranks have on their devices of a place."""
+    """Returns the arrays of all ranks at one position, for each tensor."""
     return [draw(size, s, "float32", 10 * place + step) for s in (SMALL, (), LARGE)]
 
 
-def test_which_devices_a_rank_has(devices: Devices, world: World) -> None:
+def test_the_devices_of_a_rank(devices: Devices, world: World) -> None:
     if runtime.config().devices_per_rank == 0:
         assert devices.numbers == [0, 1, 2, 3]
-    else:  # ranks of a host share them out
+    else:  # the ranks of a host share its devices
         assert devices.numbers == [[0, 1], [2, 3]][world.rank % 2]
     assert [d.size for d in devices.all] == [world.size] * len(devices.all)
 
 
 def test_a_call_finds_its_device_by_the_context(devices: Devices) -> None:
-    for number in range(SEEN):
+    for number in range(VISIBLE_DEVICES):
         mine = number in devices.numbers
         assert devices.here(number) == (number if mine else -1)
-    assert devices.here(None) == -1  # no context names a device
+    assert devices.here(None) == -1  # without a current context there is no device
     assert _native.device_here(77) == -1
 
 
-def test_each_device_is_reduced_with_those_of_its_place(
-    devices: Devices, world: World
-) -> None:
+def test_devices_at_equal_positions_are_reduced(devices: Devices, world: World) -> None:
     def step(place: int, device: Device) -> list[np.ndarray]:
         out = []
         for number in range(4):
@@ -103,7 +102,7 @@ def test_each_device_is_reduced_with_those_of_its_place(
         return out
 
     found = [[x.tobytes() for x in one] for one in devices.run_checked(step)]
-    assert len({tuple(one) for one in found}) == len(found)  # each has its own data
+    assert len({tuple(one) for one in found}) == len(found)  # devices have other data
     assert all(other == found for other in ringjax.allgather_object(found))
 
 
@@ -130,7 +129,7 @@ def test_every_operation_on_every_device(devices: Devices, world: World) -> None
     devices.run_checked(body)
 
 
-def test_overlapped_on_every_device(devices: Devices, world: World) -> None:
+def test_overlap_on_every_device(devices: Devices, world: World) -> None:
     def body(place: int, device: Device) -> None:
         for number in range(5):
             stacks = arrays(place, world.size, number)
@@ -149,7 +148,7 @@ def test_overlapped_on_every_device(devices: Devices, world: World) -> None:
 def test_programs_over_some_devices_run_beside_others(
     devices: Devices, world: World
 ) -> None:
-    """Another number of calls on each device, at other times on each rank."""
+    """Devices make different numbers of calls, and ranks make them at other times."""
 
     def body(place: int, device: Device) -> None:
         for number in range(3 + 4 * place):
@@ -160,7 +159,7 @@ def test_programs_over_some_devices_run_beside_others(
     order = list(range(len(devices.all)))
     devices.run_checked(body, places=order[:: 1 if world.rank % 2 else -1])
     for place in order[world.rank % 2 :] + order[: world.rank % 2]:
-        if world.size == 1 or place == 0:  # alone, one after the other
+        if world.size == 1 or place == 0:  # a device calls while the others are idle
             body(place, devices.all[place])
     devices.confirm()
 
@@ -184,7 +183,7 @@ def test_nccl_has_a_communicator_of_all_ranks_for_each_device(
 def test_a_commit_waits_for_all_devices(devices: Devices) -> None:
     last = len(devices.all) - 1
     stream = DefaultStream(devices.numbers[last])
-    go_on = stream.hold()
+    release = stream.hold()
     x = np.ones(3, np.float32)
     devices.run_checked(
         lambda place, device: device.enqueue("allreduce", [x.copy(), x])
@@ -201,9 +200,11 @@ def test_a_commit_waits_for_all_devices(devices: Devices) -> None:
 
     thread = threading.Thread(target=commit)
     thread.start()
-    held = devices.all[0].size > 1 or devices.all[0].stats("allreduce")["launches"] > 0
-    assert ended.wait(0.2) is not held
-    go_on()
+    must_wait = (
+        devices.all[0].size > 1 or devices.all[0].stats("allreduce")["launches"] > 0
+    )
+    assert ended.wait(0.2) is not must_wait
+    release()
     thread.join(20)
     stream.finish()
     stream.close()
@@ -211,10 +212,10 @@ def test_a_commit_waits_for_all_devices(devices: Devices) -> None:
     assert errors == []
 
 
-def test_what_is_counted_is_what_one_device_calls(
+def test_statistics_count_the_calls_of_one_device(
     devices: Devices, world: World
 ) -> None:
-    """And the bytes of all: a step is no longer for having more devices."""
+    """Calls are counted once, because devices work in parallel; bytes are summed."""
     reopen()
     mine = Devices()
 
@@ -236,13 +237,17 @@ def test_what_is_counted_is_what_one_device_calls(
     assert [(one["set"], one["bytes"]) for one in calls] == [(0, 400)] * 3
 
 
-def test_process_sets_have_all_devices_too(devices: Devices, world: World) -> None:
+def test_process_sets_contain_all_devices_of_their_ranks(
+    devices: Devices, world: World
+) -> None:
     members = list(range(max(1, world.size - 1)))
     some = ringjax.add_process_set(members)
     if world.rank in members:
         mine = Devices(some.process_set_id)
         assert mine.numbers == devices.numbers
-        x: list[Any] = [np.full(9, world.rank + p, np.float32) for p in range(SEEN)]
+        x: list[Any] = [
+            np.full(9, world.rank + p, np.float32) for p in range(VISIBLE_DEVICES)
+        ]
         mine.run_checked(lambda place, device: device.run("allreduce", [x[place]]))
         for place in range(len(mine.all)):
             assert (x[place] == sum(r + place for r in members)).all()

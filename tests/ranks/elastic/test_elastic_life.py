@@ -1,6 +1,6 @@
-"""The life of an elastic job: workers come, leave, start again, wait, and end.
+"""An elastic job in all its states: workers join, leave, restart, wait, and end.
 
-What is computed when ranks are lost is in test_recovery.py.
+test_recovery.py tests the results of calls when ranks are lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from support.elastic_job import Start
 from support.elastic_steps import EAGER, stop_loops, wait_for_first_steps
 from support.launch import StartJob
 
-# A loop as ringjax.elastic.run has one: the state is a number that only grows.
+# The loop of ringjax.elastic.run, spelled out. The state is the number of steps.
 ELASTIC = """
 from ringjax import _native, errors, eager
 
@@ -47,18 +47,18 @@ def leave(*_):
 
 signal.signal(signal.SIGTERM, leave)
 
-def again(error):
+def restart(error):
     say("failed", error)
     runtime.restart(str(error))
     state[0] = state[0] // 10 * 10
     sync(range(runtime.size()))
-    say("again", state[0], runtime.epoch_info().kind)
+    say("restarted", state[0], runtime.epoch_info().kind)
 
 while not os.path.exists(sys.argv[0] + ".stop"):
     try:
         number, epoch = runtime.check_updates()
-    except errors.RingjaxError as error:  # another rank was a call further, and failed
-        again(error)
+    except errors.RingjaxError as error:  # a rank that is one call ahead has failed
+        restart(error)
         continue
     if number:
         if not runtime.pause(number):
@@ -72,11 +72,11 @@ while not os.path.exists(sys.argv[0] + ".stop"):
     try:
         if os.path.exists(sys.argv[0] + f".fail{WORKER}"):
             os.unlink(sys.argv[0] + f".fail{WORKER}")
-            raise errors.RingjaxError("told to")
+            raise errors.RingjaxError("requested by the test")
         total = add_all()
         eager.allreduce(np.ones(5), op=ringjax.Sum)
     except (errors.RingjaxError, _native.StatusError) as error:
-        again(error)
+        restart(error)
         continue
     state[0] += 1
     say("state", state[0], total, ringjax.size(), runtime.last_contributors())
@@ -84,7 +84,7 @@ say("end", state[0], ringjax.rank())
 """
 
 
-def test_workers_come_and_leave_and_start_again(start: Start) -> None:
+def test_workers_join_leave_and_restart(start: Start) -> None:
     job = start(3, ELASTIC, max_np=4)
     for worker in range(3):
         job.wait_for_line(worker, "state", 20)
@@ -100,8 +100,8 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     job.wait_for_line(3, "paused")
     job.create_flag("fail2")
     for worker in (0, 2, 3):
-        job.wait_for_line(worker, "again")
-        assert job.lines(worker, "again")[0][1] == "restart"
+        job.wait_for_line(worker, "restarted")
+        assert job.lines(worker, "restarted")[0][1] == "restart"
     count = len(job.lines(0, "state"))
     job.wait_for_line(0, "state", count + 20)
     job.kill(0)
@@ -109,11 +109,11 @@ def test_workers_come_and_leave_and_start_again(start: Start) -> None:
     job.wait_for_line(3, "state", count + 20)
     stop_loops(job)
     assert (job.wait(2), job.wait(3)) == (0, 0), job.logs()
-    # A worker may see the sign to stop a step before the other worker.
+    # One worker may see the file that stops the job a step before the other worker.
     ends = [int(job.lines(worker, "end")[0][0]) for worker in (2, 3)]
     assert abs(ends[0] - ends[1]) <= 1, job.logs()
     assert job.lines(2, "end")[0][1] == "0"
-    assert job.lines(3, "end")[0][1] in ("0", "1")  # 0: worker 2 had ended before
+    assert job.lines(3, "end")[0][1] in ("0", "1")  # 0 if worker 2 has ended before
     by_state: dict[str, set[str]] = {}
     for worker in (0, 2, 3):
         for number, *rest in job.lines(worker, "state"):
@@ -133,7 +133,7 @@ def add_all():
         _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"], [x], [out])
     return int(out[0])
 
-def held():
+def resources():
     import gc
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -142,14 +142,14 @@ def held():
     return len(os.listdir("/proc/self/fd")), threads, shared
 
 add_all()
-before = held()
+before = resources()
 for i in range(20):
     runtime.restart(f"number {i}")
     assert add_all() == 7
 deadline = time.monotonic() + 20
-while any(a > b for a, b in zip(held(), before)) and time.monotonic() < deadline:
+while any(a > b for a, b in zip(resources(), before)) and time.monotonic() < deadline:
     time.sleep(0.05)
-say("held", *held())
+say("after", *resources())
 say("before", *before)
 assert add_all() == 7
 pid = os.fork()
@@ -165,23 +165,23 @@ ringjax.shutdown()
 """
 
 
-def test_twenty_epochs_leave_nothing_and_a_fork_is_harmless(start: Start) -> None:
+def test_twenty_epochs_leak_nothing_and_a_fork_is_harmless(start: Start) -> None:
     job = start(3, LEAKS)
     assert [job.wait(w) for w in range(3)] == [0, 0, 0], job.logs()
     for worker in range(3):
-        before, after = job.lines(worker, "before")[0], job.lines(worker, "held")[0]
+        before, after = job.lines(worker, "before")[0], job.lines(worker, "after")[0]
         pairs = zip(map(int, before), map(int, after), strict=True)
         assert all(old >= new for old, new in pairs), job.logs()
         assert "was forked from one" in " ".join(job.lines(worker, "child")[0])
 
 
-def test_ctrl_c_while_too_few_are_left(start: Start) -> None:
+def test_ctrl_c_while_too_few_workers_are_left(start: Start) -> None:
     job = start(2, EAGER, min_np=2)
     wait_for_first_steps(job)
     job.kill(1)
     job.wait_for(lambda: any(e[0] == "waiting" for e in job.all_events()), "it waits")
     count = -1
-    while count < len(job.lines(0, "step")):  # until it is parked
+    while count < len(job.lines(0, "step")):  # until worker 0 makes no more steps
         count = len(job.lines(0, "step"))
         time.sleep(0.5)
     job.kill(0, signal.SIGINT)
@@ -189,7 +189,7 @@ def test_ctrl_c_while_too_few_are_left(start: Start) -> None:
     assert "KeyboardInterrupt" in job.errors(0), job.logs()
 
 
-def test_the_job_ends_with_a_reason_when_nobody_comes(start: Start) -> None:
+def test_the_job_ends_with_a_reason_if_no_worker_joins(start: Start) -> None:
     job = start(2, EAGER, min_np=2, elastic_timeout=1.0)
     wait_for_first_steps(job)
     job.kill(1)
@@ -197,7 +197,7 @@ def test_the_job_ends_with_a_reason_when_nobody_comes(start: Start) -> None:
     assert "the job was stopped" in job.errors(0), job.logs()
 
 
-PARKED = """
+SHUTDOWN_DURING_CALL = """
 import threading
 from ringjax import errors
 
@@ -225,12 +225,12 @@ except errors.StartupError as error:
 
 def test_shutdown_ends_calls_that_wait_for_other_ranks(start: Start) -> None:
     begin = time.monotonic()
-    job = start(
-        2, LEAKS.partition("def held")[0] + "say('up', add_all())" + PARKED, min_np=2
-    )
+    definitions = LEAKS.partition("def resources")[0]
+    script = definitions + "say('up', add_all())" + SHUTDOWN_DURING_CALL
+    job = start(2, script, min_np=2)
     for worker in (0, 1):
         job.wait_for_line(worker, "up")
-    seconds = time.monotonic() - begin  # less than one on an idle machine
+    seconds = time.monotonic() - begin  # less than 1 s on an idle machine
     job.kill(1)
     job.wait_for(lambda: any(e[0] == "waiting" for e in job.all_events()), "it waits")
     stop_loops(job)
@@ -248,7 +248,7 @@ from support.numpy_only import allreduce
 
 ringjax.init()
 for n in (0, 1, 1000, 65536, 262144, 1000001):
-    for i in range(7):  # rounds of the shared segment's slots
+    for i in range(7):  # more often than the shared segment has slots
         x = np.full(n, i + 1.0, np.float32)
         assert (allreduce(x) == (i + 1) * ringjax.size()).all(), (n, i)
         eager.allreduce(x, op=ringjax.Sum, name="x", out=x)

@@ -1,6 +1,6 @@
-"""Groups whose two processes are on two hosts: JAX goes over the network, too.
+"""Groups whose two processes are on two hosts, so collectives of JAX use the network.
 
-The hosts are network namespaces (tests/support/namespaces.py), so this needs root.
+The hosts are network namespaces (tests/support/namespaces.py), which need root.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from support.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
-# Starts the agent of a host in its network namespace. The last number of the host's
-# address gives the number of the namespace.
+# Starts the agent of a host in its network namespace. The last number of the address
+# of the host is one more than the number of the namespace.
 AGENT = """#!/bin/sh
 number=$((${1##*.} - 1)); shift
 exec ip netns exec %sn$number "$@"
@@ -38,9 +38,9 @@ exec ip netns exec %sn$number "$@"
 
 @pytest.fixture
 def network() -> Iterator[Namespaces]:
-    with Namespaces(5, None, f"g{os.getpid() % 10_000}") as made:
-        _run(f"ip addr add {LAUNCHER}/24 dev {made._bridge}")
-        yield made
+    with Namespaces(5, None, f"g{os.getpid() % 10_000}") as namespaces:
+        _run(f"ip addr add {LAUNCHER}/24 dev {namespaces._bridge}")
+        yield namespaces
 
 
 @pytest.fixture
@@ -52,21 +52,21 @@ def start(
     agent.chmod(0o755)
 
     def begin(np: int, hosts: int, *options: str, **env: str) -> Job:
-        places = ",".join(f"{address(host)}:1" for host in range(hosts))
-        words = ["-H", places, "--agent-command", f"{agent} {{host}}", *options]
+        slots = ",".join(f"{address(host)}:1" for host in range(hosts))
+        options = ("-H", slots, "--agent-command", f"{agent} {{host}}", *options)
         env = {**local_devices.environment(2)(), **env}
-        return start_job(np, STEPS, env, ["--group-size", "2", *words])
+        return start_job(np, STEPS, env, ["--group-size", "2", *options])
 
     return begin
 
 
-def test_groups_over_hosts_train_and_a_lost_process_takes_that_of_another_host_along(
+def test_a_lost_process_ends_its_group_on_another_host(
     start: Callable[..., Job],
 ) -> None:
     job = start(4, 4, "--min-np", "2")
     wait_for_steps(job, {0, 1, 2, 3}, 20)
     assert {value for _, value in lines(job, 0, "step")} == {"1.5"}
-    # The first of its group, then the second of another one.
+    # First the first worker of a group, then the second worker of another group.
     for victim, rank, newest in ((0, 0, 4), (3, 1, 6)):
         os.kill(job.worker_pid(victim), signal.SIGKILL)
         wait_until_joined(job, newest)
@@ -78,23 +78,23 @@ def test_groups_over_hosts_train_and_a_lost_process_takes_that_of_another_host_a
     finish_and_check(job, {4, 5, 6, 7})
 
 
-def test_a_lost_host_takes_a_process_of_another_one_along_and_a_spare_one_helps(
+def test_a_lost_host_ends_its_group_and_a_spare_host_replaces_it(
     start: Callable[..., Job], network: Namespaces
 ) -> None:
-    """Its cable is pulled: nobody there, and no agent, says a word any more."""
-    most = ("--min-np", "2", "--max-np", "4")
-    job = start(4, 5, *most, RINGJAX_FAILURE_TIMEOUT="3")
+    """Sets the network link of the host down: its ranks and agent are unreachable."""
+    limits = ("--min-np", "2", "--max-np", "4")
+    job = start(4, 5, *limits, RINGJAX_FAILURE_TIMEOUT="3")
     wait_for_steps(job, {0, 1, 2, 3}, 10)
     _run(f"ip -n {network.names[1]} link set eth0 down")
     wait_until_joined(job, 4)
     wait_until_joined(job, 5)
     wait_for_steps(job, {4, 5}, 20)
     for pid in _run(f"ip netns pids {network.names[1]}").split():
-        with contextlib.suppress(ProcessLookupError):  # some notice it by themselves
+        with contextlib.suppress(ProcessLookupError):  # some have already ended
             os.kill(int(pid), signal.SIGKILL)
     finish_and_check(job, {2, 3, 4, 5})
-    said = job.launcher_output()
-    assert f"worker 5 on {address(4)} joined" in said, said
+    output = job.launcher_output()
+    assert f"worker 5 on {address(4)} joined" in output, output
 
 
 def _run(command: str) -> str:

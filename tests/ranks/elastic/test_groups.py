@@ -1,7 +1,7 @@
-"""Elastic jobs of groups under ringrun: they are lost and replaced whole.
+"""Elastic jobs whose ranks form groups: ringrun loses and replaces groups whole.
 
-support/group_jobs.py holds their program and the checks of their steps. A process with
-several devices is a group of one. test_group_hosts.py has groups over several hosts.
+support/grouped.py has the training program and the checks of its steps. A process with
+several devices is a group of one. test_group_hosts.py tests groups over several hosts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def start(start_job: StartJob) -> Callable[..., Job]:
     return begin
 
 
-def test_a_lost_rank_takes_its_group_along_and_a_new_one_comes(
+def test_the_group_of_a_lost_rank_is_replaced_whole(
     start: Callable[..., Job],
 ) -> None:
-    """The first of the first group, the second of the second, that of the first."""
+    """Kills ranks 0, 3 and 1, of the first, the second and again the first group."""
     job = start(4)
     wait_for_steps(job, {0, 1, 2, 3}, 10)
     alive, newest = {0, 1, 2, 3}, 4
@@ -52,30 +52,31 @@ def test_a_lost_rank_takes_its_group_along_and_a_new_one_comes(
         wait_until_joined(job, newest + 1)
         count = len(lines(job, min(alive), "step"))
         wait_for_steps(job, alive, count + 10)
-        # New ones have the ranks behind those that stayed, at their places.
+        # The new group has ranks 2 and 3, after the group that stayed. The new workers
+        # have the positions 0 and 1 in their group.
         assert lines(job, newest, "from")[0][1:] == ["2", "4", "0", "2"]
         assert lines(job, newest + 1, "from")[0][1:] == ["3", "4", "1", "3"]
         alive |= {newest, newest + 1}
         newest += 2
     finish_and_check(job, alive)
-    said = job.launcher_output()
+    output = job.launcher_output()
     for victim, rank in ((0, 0), (5, 3), (3, 1)):
-        assert f"rank {rank} (worker {victim}, pid" in said
+        assert f"rank {rank} (worker {victim}, pid" in output
         why = rf"ended with its group, which lost rank {rank} \(.*\); 2 ranks go on"
         mate = rf"rank {rank ^ 1} \(worker {victim ^ 1}, pid \d+\)"
-        assert re.search(f"{mate} {why}", said), said
+        assert re.search(f"{mate} {why}", output), output
 
 
-def test_ranks_die_within_calls_and_all_shards_have_one_membership(
+def test_after_a_kill_within_a_call_all_shards_agree_about_the_members(
     start: Callable[..., Job],
 ) -> None:
-    deaths = "call.moving=kill@2#31;call.complete=kill@5#54;call.closed=kill@6#77"
-    job = start(8, RINGJAX_FAILPOINTS=deaths)
+    kills = "call.moving=kill@2#31;call.complete=kill@5#54;call.closed=kill@6#77"
+    job = start(8, RINGJAX_FAILPOINTS=kills)
     wait_for_steps(job, {0, 1}, 100)
     finish_and_check(job, {0, 1})
-    said = job.launcher_output()
+    output = job.launcher_output()
     for victim in (2, 5, 6):
-        assert f"(worker {victim}, pid" in said
+        assert f"(worker {victim}, pid" in output
 
 
 def test_ranks_of_several_devices_are_replaced_and_get_their_shards(
@@ -90,14 +91,16 @@ def test_ranks_of_several_devices_are_replaced_and_get_their_shards(
     finish_and_check(job, {1, 2})
 
 
-def test_ranks_die_at_any_moment(start: Callable[..., Job]) -> None:
-    chance = random.Random(1)
+def test_ranks_of_groups_are_killed_at_random_moments(
+    start: Callable[..., Job],
+) -> None:
+    rng = random.Random(1)
     job = start(6)
     wait_for_steps(job, set(range(6)), 5)
     newest, alive = 6, {0, 1, 2, 3, 4, 5}
     for _ in range(4):
-        time.sleep(chance.random())
-        victim = chance.choice(sorted(alive))
+        time.sleep(rng.random())
+        victim = rng.choice(sorted(alive))
         os.kill(job.worker_pid(victim), signal.SIGKILL)
         alive -= {victim, victim ^ 1}
         for worker in (newest, newest + 1):
@@ -108,7 +111,7 @@ def test_ranks_die_at_any_moment(start: Callable[..., Job]) -> None:
     finish_and_check(job, alive)
 
 
-def test_a_group_that_is_asked_to_leave_leaves_whole(
+def test_a_group_leaves_whole_at_sigterm(
     start: Callable[..., Job],
 ) -> None:
     job = start(4)
@@ -118,7 +121,7 @@ def test_a_group_that_is_asked_to_leave_leaves_whole(
     count = len(lines(job, 0, "step"))
     wait_for_steps(job, {0, 1}, count + 20)
     finish_and_check(job, {0, 1})
-    said = job.launcher_output()
-    assert "rank 2 (worker 2" in said and "rank 3 (worker 3" in said
-    assert len(re.findall("has left", said)) == 2, said
-    assert "lost" not in said, said
+    output = job.launcher_output()
+    assert "rank 2 (worker 2" in output and "rank 3 (worker 3" in output
+    assert len(re.findall("has left", output)) == 2, output
+    assert "lost" not in output, output

@@ -1,4 +1,4 @@
-"""Ranks with several devices: one that does not come, lost ranks, states."""
+"""Elastic jobs whose ranks have several devices each, on a mesh of CPU devices."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def step(state):
     updates, state = tx.update(grads, state)
     return updates, state
 
-def waited(state):
+def blocking_step(state):
     return jax.block_until_ready(step(state))
 
-train(waited, tx.init(grads))
+train(blocking_step, tx.init(grads))
 say("compiled", step._cache_size())
 """
 )
 
 # Device 1 of rank 1 fails before it calls.
-LATE = (
+DEVICE_FAILS = (
     """
 import numpy as np
 import ringjax
@@ -61,13 +61,13 @@ ringjax.init()
 """
     + MESH
     + """
-def look(place, v):
-    if ringjax.rank() == 1 and int(place) == 1:
+def fail_on_device_1(device, v):
+    if ringjax.rank() == 1 and int(device) == 1:
         raise ValueError("this device fails")
     return v
 
 def each(v):
-    v = jax.pure_callback(look, v, jax.lax.axis_index("d"), v)
+    v = jax.pure_callback(fail_on_device_1, v, jax.lax.axis_index("d"), v)
     return ringjax.allreduce(v, name="x")
 
 f = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=P("d"), out_specs=P("d"),
@@ -88,12 +88,12 @@ except Exception as error:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_die_and_all_devices_of_the_others_finish_the_step(
+def test_all_devices_of_the_survivors_finish_the_step(
     start: Start, overlap: bool
 ) -> None:
-    """Ranks die while a call moves data, after a call, and at a random moment."""
-    deaths = "call.moving=kill@2#25;call.complete=kill@0#60"
-    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": deaths}
+    """Kills ranks while a call moves data, after a call, and at an arbitrary moment."""
+    kills = "call.moving=kill@2#25;call.complete=kill@0#60"
+    env = {**local_devices.environment(4)(), "RINGJAX_FAILPOINTS": kills}
     job = start(4, f"OVERLAP = {overlap}\n" + STEPS, env=env)
     assert [job.wait(worker) for worker in (2, 0)] == [-9, -9], job.logs()
     wait_for_more_steps(job, {1, 3}, 10)
@@ -105,31 +105,35 @@ def test_ranks_die_and_all_devices_of_the_others_finish_the_step(
     assert job.lines(1, "compiled") == [["1"]]
 
 
-def test_a_device_that_does_not_come_is_named_within_the_timeout(
+def test_a_missing_device_is_named_within_the_timeout(
     start_job: StartJob,
 ) -> None:
     env = dict(local_devices.environment(4)())
-    job = start_job(2, LATE, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": "3"})
+    job = start_job(2, DEVICE_FAILS, {**env, "RINGJAX_COLLECTIVE_TIMEOUT": "3"})
     assert job.wait(60) == 0, job.logs()
     for rank in (0, 1):
         text = job.output(rank)
-        # Whichever rank gives up first: both wait as long.
+        # Both ranks have the same timeout. Rank 1 times out itself, or rank 0 times out
+        # first and asks rank 1 what it waits for.
         named = "for device 1 of its own to come to allreduce 'x'"
-        waited, asked = f"rank 1 waited 3 s {named}", rf"rank 1 on .*; it waits {named}"
-        assert re.search(f"{waited}|{asked}", text), job.logs()
-        # Said once, and not again by JAX at exit.
+        timeout, reply = (
+            f"rank 1 waited 3 s {named}",
+            rf"rank 1 on .*; it waits {named}",
+        )
+        assert re.search(f"{timeout}|{reply}", text), job.logs()
+        # JAX must not print the error again at exit.
         assert "[0]<stderr>:Exception ignored" not in job.logs()
 
 
 @pytest.mark.ranks(2, env=local_devices.environment(4))
-def test_a_state_in_shards_is_sent_and_kept_where_it_is(
+def test_a_sharded_state_keeps_its_sharding_when_sent(
     world: World, tmp_path: Path
 ) -> None:
     """A joining rank receives the state, and a checkpoint restores it."""
     mesh = local_devices.mesh((2, 2))
     own = jax.tree.map(lambda x: x * (world.rank + 1), local_devices.parameters())
 
-    def made(params: Any) -> Any:
+    def make_state(params: Any) -> Any:
         placed = local_devices.place(params, local_devices.TENSOR, mesh)
         return ringjax.elastic.State(params=placed, step=world.rank)
 
@@ -139,11 +143,11 @@ def test_a_state_in_shards_is_sent_and_kept_where_it_is(
             where = NamedSharding(mesh, local_devices.TENSOR[key])
             assert state.params[key].sharding.is_equivalent_to(where, value.ndim)
 
-    state = made(own)
+    state = make_state(own)
     state.sync()
     check(state, 1)
     assert state.step == 0
-    state = made(own)
+    state = make_state(own)
     with ringjax.elastic.Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.save(state)
     state.params = jax.tree.map(lambda x: x * 0, state.params)

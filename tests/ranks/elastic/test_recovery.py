@@ -1,4 +1,4 @@
-"""Ranks are killed and frozen: what the others then compute, in every kind of call."""
+"""The results of all kinds of calls after ranks were killed in the middle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OVERLAPPED = JIT.replace(
     "allreduce_grads()", "allreduce_grads(overlap=True, bucket_bytes=1)"
 )
 
-# Every second step says how much it counts.
+# Every second step has a weight.
 WEIGHTED = JIT.replace(
     "\ntrain(step,",
     """
@@ -46,10 +46,12 @@ WEIGHTED = JIT.replace(
 def weighted(state):
     return tx.update(grads, state, weight=3.0)
 
-turns = itertools.cycle([step, weighted])
-train(lambda state: next(turns)(state),""",
+steps = itertools.cycle([step, weighted])
+train(lambda state: next(steps)(state),""",
 ).replace("step._cache_size()", "step._cache_size(), weighted._cache_size()")
-# Parameters that differ: every second step has three calls more, and may lose a rank.
+# The gradients are also passed as parameters, so the parameter check finds differences
+# between ranks. With RINGJAX_CHECK_PARAMETERS=2, every second step then makes three
+# more calls, in which a rank may be lost.
 CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
 
 
@@ -77,7 +79,7 @@ def test_ranks_are_killed_one_by_one_until_one_is_left(
 
 
 @pytest.mark.parametrize("script", [OVERLAPPED, EAGER], ids=["overlapped", "eager"])
-def test_one_is_killed_then_two_at_once_then_one_during_the_recovery(
+def test_one_rank_then_two_then_one_during_recovery_are_killed(
     start: Start, script: str
 ) -> None:
     job = start(6, script)
@@ -88,7 +90,7 @@ def test_one_is_killed_then_two_at_once_then_one_during_the_recovery(
     job.kill(4)
     wait_for_more_steps(job, {2, 3, 5}, 30)
     job.kill(5)
-    time.sleep(0.008)  # about as long as links take to be made
+    time.sleep(0.008)  # about as long as the recovery takes to connect links
     job.kill(3)
     wait_for_more_steps(job, {2}, 30)
     stop_loops(job)
@@ -119,7 +121,7 @@ say("compiled", step._cache_size())
 """
 
 
-def test_no_steps_are_made_for_the_batches_of_a_rank_that_is_lost(start: Start) -> None:
+def test_no_steps_are_made_for_the_batches_of_a_lost_rank(start: Start) -> None:
     job = start(3, UNEVEN)
     assert (job.wait(0), job.wait(1)) == (0, 0), job.logs()
     for worker in (0, 1):
@@ -137,8 +139,8 @@ def total(process_set):
     x = np.full(1001, 2.0**WORKER)
     out = np.empty_like(x)
     native = runtime.communicator(process_set)
-    which = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"]
-    native.execute(*which, [x], [out])
+    native.execute(
+        _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"], [x], [out])
     assert (out == out[0]).all()
     return int(out[0])
 
@@ -147,7 +149,8 @@ def show(word):
         *(total(s) for s in (runtime.global_process_set, low, high) if s.included()))
 
 show("before")
-# Not runtime.size(): that may have changed on one rank a call before the others.
+# runtime.size() may change on one rank a call before it changes on the others, so the
+# loop ends by the sum, which all ranks receive in the same call.
 while total(runtime.global_process_set) == 15:
     pass
 show("after")
@@ -160,7 +163,7 @@ say("last", low.ranks, pair.ranks, high.process_set_id, total(low), total(pair))
 """
 
 
-def test_process_sets_follow_the_ranks(start: Start) -> None:
+def test_process_sets_shrink_with_lost_ranks(start: Start) -> None:
     job = start(4, SETS)
     for worker in range(4):
         job.wait_for_line(worker, "before")

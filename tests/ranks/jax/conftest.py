@@ -10,6 +10,6 @@ import pytest
 
 @pytest.fixture
 def x64(world: object) -> Iterator[None]:
-    """Numbers of 64 bits."""
+    """Enables 64-bit dtypes of JAX during a test."""
     with jax.enable_x64(True):
         yield

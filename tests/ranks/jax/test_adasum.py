@@ -1,8 +1,7 @@
-"""op=Adasum through jit, the gradient path and a process set; and its refusals.
+"""op=Adasum under jit, in an optimizer and in a process set, and where it is refused.
 
-Of four ranks, and in all shapes: ../test_eager_grid.py, tests/native/adasum_test.cc.
-
-The oracle is the formula, pair by pair in float64 on whole tensors.
+../test_eager_grid.py and tests/native/adasum_test.cc test four ranks and all shapes.
+The expected results come from the formula of Adasum, in float64.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TOLERANCE = {"float16": 5e-3, "bfloat16": 4e-2, "float32": 1e-5, "float64": 1e-1
 
 
 def adasum(xs: Sequence[np.ndarray]) -> np.ndarray:
-    """The result that all ranks must get, in float64."""
+    """Computes the result that all ranks must have, in float64."""
     if len(xs) == 1:
         return np.asarray(xs[0], np.float64)
     half = len(xs) // 2
@@ -53,7 +52,7 @@ def close(actual: Any, xs: Sequence[np.ndarray]) -> None:
 
 
 def same_bits(tree: Any) -> None:
-    """Every rank has these values, bit for bit."""
+    """Checks that all ranks have the same values, bit for bit."""
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
     raw = np.frombuffer(b"".join(leaves), np.uint8)
     rows = np.asarray(ringjax.allgather(raw[None]))
@@ -83,7 +82,7 @@ def test_every_dtype(world) -> None:
         for value, xs in zip(out, stacks, strict=True):
             close(value, xs)
         same_bits(out)
-    # A call reduces all tensors of a dtype together, and there are no other calls.
+    # Each of the two steps made one call for each dtype, and no other calls.
     assert calls() - before == 2 * len(FLOATS)
     grouped = ringjax.grouped_allreduce(mine[-2:], op=Adasum, name="pair")
     for value, xs in zip(grouped, stacks[-2:], strict=True):
@@ -105,7 +104,7 @@ def test_properties(world) -> None:
     mine = jnp.zeros(8).at[world.rank].set(3.0)
     expected = np.where(np.arange(8) < world.size, 3.0, 0.0)
     equal(allreduce(mine, Adasum), expected)
-    # Every tensor is weighed by itself: beside others the result stays.
+    # Adasum weights every tensor separately, so other tensors do not change a result.
     pair = allreduce([mine, v, jnp.zeros(4)], Adasum)
     equal(pair[0], expected)
     equal(pair[1], np.arange(1.0, 9.0))
@@ -113,7 +112,7 @@ def test_properties(world) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_optimizer(world, overlap) -> None:
+def test_adasum_in_an_optimizer(world, overlap) -> None:
     shapes = {"w": (17, 9), "b": (9,), "scale": ()}
     stacks = {k: draw(world.size, s, "float32") for k, s in shapes.items()}
     grads = {k: jnp.asarray(xs[world.rank]) for k, xs in stacks.items()}
@@ -130,7 +129,7 @@ def test_an_optimizer(world, overlap) -> None:
     same_bits(updates)
 
 
-def test_in_a_loop(world) -> None:
+def test_adasum_in_a_loop(world) -> None:
     xs = draw(world.size, (5, 7), "float64")
     mine = jnp.asarray(xs[world.rank])
     rows = jax.jit(lambda x: jax.lax.map(lambda row: allreduce(row, Adasum), x))(mine)
@@ -155,12 +154,12 @@ def test_derivatives_and_vmap_are_refused(world) -> None:
         jax.vmap(lambda g: tx.update(g, state)[0])(jnp.ones((2, 3)))
     with raises(TypeError, "ringjax.allreduce_grads: op=Adasum has no derivative"):
         jax.grad(lambda g: jnp.sum(tx.update(g, state)[0]))(x)
-    # Beside a derivative it may stand.
+    # With stop_gradient, Adasum is allowed inside a function that is differentiated.
     both = jax.grad(lambda x: jnp.sum(x**2) + f(jax.lax.stop_gradient(x)))(x)
     equal(both, 2 * np.ones(3))
 
 
-def test_what_is_refused(world) -> None:
+def test_unsupported_arguments_are_refused(world) -> None:
     for dtype in ("int32", "bool", "complex64"):
         with raises(TypeError, "ringjax.allreduce: op=Adasum is not defined", dtype):
             allreduce(jnp.ones(3, dtype), Adasum)
@@ -170,11 +169,11 @@ def test_what_is_refused(world) -> None:
         ringjax.reducescatter(jnp.ones(4), Adasum)
     with raises(ValueError, "ringjax.allreduce_metrics: op=Adasum is for allreduce"):
         ringjax.allreduce_metrics(1.0, Adasum)
-    equal(allreduce(jnp.ones(3), Adasum), np.ones(3))  # nothing of this was sent
+    equal(allreduce(jnp.ones(3), Adasum), np.ones(3))  # no refused call was sent
 
 
 @pytest.mark.ranks(3)
-def test_three_ranks_are_refused_and_two_of_them_are_not(world) -> None:
+def test_three_ranks_are_refused_but_a_set_of_two_works(world) -> None:
     x = jnp.ones(3)
     message = "op=Adasum needs a power of two of ranks, this process set has 3"
     with raises(ValueError, f"ringjax.allreduce: {message}"):

@@ -12,7 +12,7 @@ from support.stacked import check_derivatives, draw_all, equal, raises
 import ringjax
 from ringjax import allgather
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
@@ -33,7 +33,7 @@ def test_equal_rows(world) -> None:
     ("rows", "rest"),
     [((0, 0, 0), ()), ((7, 0, 1), (4,)), ((0, 2, 3), (2, 0)), ((1, 6, 0), (3, 1, 2))],
 )
-def test_rows_that_differ(world, rows, rest) -> None:
+def test_different_numbers_of_rows(world, rows, rest) -> None:
     xs = draw(world.size, lambda r: (rows[r], *rest), "float32")
     ns = draw(world.size, lambda r: (rows[-1 - r],), "int16")
     out = allgather(jax.device_put({"x": xs[world.rank], "n": ns[world.rank]}))
@@ -77,11 +77,11 @@ def test_derivatives(world) -> None:
 
 
 @pytest.mark.ranks(1, 3)
-def test_derivatives_with_rows_that_differ(world) -> None:
+def test_derivatives_with_different_numbers_of_rows(world) -> None:
     xs = draw(world.size, lambda r: (r + 1, 2), "float64")
     weights = np.arange(1.0, 1.0 + sum(len(x) for x in xs))[:, None]
 
-    def loss(x):  # not under jit: the ranks tell each other their rows
+    def loss(x):  # not under jit, so ranks exchange their numbers of rows
         return jnp.sum(weights * allgather(x) ** 2) * (world.rank + 1)
 
     start = sum(len(x) for x in xs[: world.rank])
@@ -92,7 +92,7 @@ def test_derivatives_with_rows_that_differ(world) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_traced_rows_that_differ_raise_on_all_ranks(world) -> None:
+def test_different_traced_rows_raise_on_all_ranks(world) -> None:
     f = jax.jit(lambda x: allgather(x, name="batch"))
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "allgather 'batch'"):
         jax.block_until_ready(f(jnp.ones(2 + world.rank)))

@@ -16,7 +16,7 @@ from support.stacked import COMPLEX, DTYPES, check_derivatives, draw_all, equal,
 import ringjax
 from ringjax import Average, Compression, Max, Min, Product, Sum, allreduce
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
@@ -178,7 +178,7 @@ def test_lanes_of_a_loop_that_stops_by_a_collective_keep_their_values(
     world, lanes: str
 ) -> None:
     def halve(x):
-        """Until the largest of all ranks is at most 1; and how often."""
+        """Halves x until no rank has more than 1; returns x and the number of steps."""
         return jax.lax.while_loop(
             lambda s: allreduce(s[0], Max) > 1.0, lambda s: (s[0] / 2, s[1] + 1), (x, 0)
         )
@@ -268,7 +268,7 @@ def _model(op: int, before: float = 1.0, after: float = 1.0) -> Any:
 
 @pytest.mark.parametrize("op", [Average, Sum, Min, Max, Product])
 def test_derivatives(world, op) -> None:
-    # Small integers: many elements tie between ranks, and many are zero.
+    # Small integers, because then many elements are equal on several ranks, or zero.
     xs = draw(world.size, (30,), "float64", seed=3)
     check_derivatives(world.rank, lambda x: allreduce(x, op), _model(op), xs)
     check_derivatives(
@@ -301,7 +301,7 @@ def test_complex_and_hessian(world) -> None:
     equal(hessian, np.diag(6 * np.arange(3.0)), 1e-12)
 
 
-# -- mistakes --------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------
 
 
 def test_bad_arguments(world) -> None:
@@ -331,12 +331,12 @@ def test_bad_arguments(world) -> None:
         ringjax.grouped_allreduce("text")
     with raises(TypeError, "`compression` is 'bf16'"):
         allreduce(x, compression="bf16")
-    equal(allreduce(x, Max), np.ones(3))  # nothing of this was sent
+    equal(allreduce(x, Max), np.ones(3))  # no refused call was sent
 
 
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit])
 def test_gradients_of_integers_pass(world, how) -> None:
-    """Such gradients have dtype float0 and hold no value, traced or not."""
+    """Gradients of integers have dtype float0 and no values, also while tracing."""
     params = {"w": jnp.ones(2), "i": jnp.int32(3)}
 
     def grads(p):
@@ -356,7 +356,7 @@ def test_gradients_of_integers_pass(world, how) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_disagree_all_raise_and_go_on(world) -> None:
+def test_ranks_that_disagree_all_raise_and_continue(world) -> None:
     for how in (lambda f: f, jax.jit):
         call = how(lambda x: allreduce({"w": x}, Sum, name="grads"))
         for _ in range(2):

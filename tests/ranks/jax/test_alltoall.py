@@ -1,4 +1,4 @@
-"""ringjax.alltoall: the transpose of the table of everyone's parts."""
+"""ringjax.alltoall: the result is the transpose of the table of sent parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.stacked import check_derivatives, draw_all, equal, raises
 import ringjax
 from ringjax import alltoall
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),

@@ -1,4 +1,4 @@
-"""ringjax.barrier: nobody leaves before all have come."""
+"""ringjax.barrier: no rank returns before all ranks have called it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.stacked import equal, raises
 
 import ringjax
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
@@ -21,17 +21,17 @@ pytestmark = [
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_waits_for_the_slowest(world, tmp_path) -> None:
+def test_barrier_waits_for_the_slowest_rank(world, tmp_path) -> None:
     last = world.size - 1
-    come = Path(ringjax.broadcast_object(str(tmp_path / "come"), last))
+    arrived = Path(ringjax.broadcast_object(str(tmp_path / "arrived"), last))
     if world.rank == last:
-        time.sleep(0.3)  # in which the others would go on
-        come.touch()
+        time.sleep(0.3)  # without a barrier, the others would continue meanwhile
+        arrived.touch()
     ringjax.barrier(name="epoch")
-    assert come.exists()
+    assert arrived.exists()
 
 
-def test_in_a_program(world) -> None:
+def test_barrier_in_a_compiled_program(world) -> None:
     @jax.jit
     def program(x):
         x = ringjax.allreduce(x, ringjax.Sum)

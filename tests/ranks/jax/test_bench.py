@@ -1,4 +1,4 @@
-"""ringjax.bench on real worlds. No test looks at how long something took."""
+"""ringjax.bench on real ranks. No test depends on a measured time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_wrong_result_ends_the_benchmark(
         bench.Bench(bench.parse(["allreduce", *QUICK])).measure(64)
 
 
-def test_as_a_program(start_job: StartJob, tmp_path: Path) -> None:
+def test_the_benchmark_runs_as_a_command(start_job: StartJob, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     words = ["-b", "1K", "-e", "16K", "--dtype", "f64", "--donated", *QUICK]
     command = ["-m", "ringjax.bench", "allreduce", *words, "--json", str(file)]

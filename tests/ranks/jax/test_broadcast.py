@@ -12,7 +12,7 @@ from support.stacked import check_derivatives, draw_all, equal, raises
 import ringjax
 from ringjax import broadcast
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
@@ -103,7 +103,7 @@ def test_process_set_counts_roots_in_the_world(world) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_roots_that_differ_raise_on_all_ranks(world) -> None:
+def test_different_roots_raise_on_all_ranks(world) -> None:
     with raises(jax.errors.JaxRuntimeError, "RINGJAX[", "broadcast"):
         jax.block_until_ready(broadcast(jnp.ones(3), min(world.rank, 1)))
     equal(broadcast(jnp.full(3, float(world.rank)), 1), np.ones(3))

@@ -1,4 +1,7 @@
-"""Data that is moved but not reduced: keys, types of few bits. Also jax's switches."""
+"""Random keys and dtypes below 8 bits, which are moved but not reduced.
+
+Also settings of JAX: the transfer guard, 64-bit integers and strict promotion.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 
 import ringjax
 
-# Other numbers of ranks do nothing that three do not.
+# Three ranks run all code of this layer.
 pytestmark = [
     pytest.mark.ranks(1, 3),
     pytest.mark.launch("collectives"),
@@ -27,15 +30,15 @@ NARROW = [
     "int4",
     "uint4",
 ]
-HOW = pytest.mark.parametrize("how", [lambda f: f, jax.jit])
+WITH_AND_WITHOUT_JIT = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 
 
 def same(out: Any, wanted: Any) -> None:
     assert np.asarray(out).tobytes() == np.asarray(wanted).tobytes()
 
 
-@HOW
-def test_types_of_few_bits(world, how) -> None:
+@WITH_AND_WITHOUT_JIT
+def test_dtypes_of_fewer_than_8_bits(world, wrap) -> None:
     def of(name: str, rank: int) -> Any:
         numbers = np.arange(6).reshape(3, 2) % 3 + (rank == 0)
         return jnp.asarray(numbers, getattr(ml_dtypes, name))
@@ -47,7 +50,7 @@ def test_types_of_few_bits(world, how) -> None:
 
     mine = {name: of(name, world.rank) for name in NARROW}
     rows = {name: jnp.concatenate([x] * world.size) for name, x in mine.items()}
-    gathered, root, swapped = how(program)(mine, rows)
+    gathered, root, swapped = wrap(program)(mine, rows)
     for name, x in mine.items():
         wanted = np.concatenate([of(name, rank) for rank in range(world.size)])
         assert gathered[name].dtype == x.dtype
@@ -58,24 +61,24 @@ def test_types_of_few_bits(world, how) -> None:
             ringjax.allreduce(x)
 
 
-@HOW
-def test_keys(world, how) -> None:
+@WITH_AND_WITHOUT_JIT
+def test_random_keys(world, wrap) -> None:
     keys = jax.random.split(jax.random.key(world.rank), 2)
     wanted = [jax.random.split(jax.random.key(r), 2) for r in range(world.size)]
     data = jax.random.key_data
-    gathered = how(ringjax.allgather)({"k": keys})["k"]
+    gathered = wrap(ringjax.allgather)({"k": keys})["k"]
     assert gathered.dtype == keys.dtype and gathered.shape == (2 * world.size,)
     same(data(gathered), np.concatenate([data(k) for k in wanted]))
-    alone = how(ringjax.allgather)(keys[0])
-    same(data(alone), np.stack([data(k[0]) for k in wanted]))
-    root = how(lambda k: ringjax.broadcast(k, 0))(keys[1])
+    scalars = wrap(ringjax.allgather)(keys[0])
+    same(data(scalars), np.stack([data(k[0]) for k in wanted]))
+    root = wrap(lambda k: ringjax.broadcast(k, 0))(keys[1])
     assert root.shape == ()
     same(data(root), data(wanted[0][1]))
     with pytest.raises(TypeError, match="jax.random.key_data"):
         ringjax.allreduce(keys)
 
 
-def test_a_derivative_passes_types_of_few_bits(world) -> None:
+def test_derivatives_with_dtypes_of_fewer_than_8_bits(world) -> None:
     def loss(x):
         small = ringjax.allgather(x.astype(jnp.float8_e5m2))
         return jnp.sum(small.astype(jnp.float32) * 2)
@@ -83,7 +86,7 @@ def test_a_derivative_passes_types_of_few_bits(world) -> None:
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2)), 2.0 * world.size)
 
 
-def test_the_transfer_guard_is_about_the_programs_arrays(world) -> None:
+def test_the_transfer_guard_ignores_ringjaxs_own_arrays(world) -> None:
     x, row = jnp.arange(world.rank + 1.0), jnp.ones(1)
     splits = [1] + [0] * (world.size - 1)
     params = {"w": np.ones(3), "n": 3, "x": jnp.ones(2)}
@@ -103,7 +106,7 @@ def test_the_transfer_guard_is_about_the_programs_arrays(world) -> None:
     same(gathered, np.concatenate(wanted))
 
 
-def test_integers_that_jax_would_cut_are_refused(world) -> None:
+def test_integers_that_jax_would_truncate_are_refused(world) -> None:
     small = np.array([1, 2**31 - 1])
     same(ringjax.broadcast(small, 0), small.astype(np.int32))
     for large in (np.array([1, 2**31]), np.int64(-(2**31) - 1), np.uint64(2**32)):

@@ -22,7 +22,9 @@ def _reduce(x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_calls_of_compiled_programs_are_in_it(world: World, tmp_path: Path) -> None:
+def test_the_timeline_contains_calls_of_compiled_programs(
+    world: World, tmp_path: Path
+) -> None:
     mine = str(tmp_path / "trace.json")
     path = Path(runtime.current("test").exchange(mine, "a path")[0])
     x = jnp.ones(5)

@@ -1,4 +1,4 @@
-"""Denormals inside jit, where XLA's threads flush them: they are numbers to ringjax."""
+"""Denormals under jit: threads of XLA flush them to zero, but ringjax keeps them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("count", [5, 30_000])  # a note; tiles
+@pytest.mark.parametrize("count", [5, 30_000], ids=["inline data", "tiles"])
 def test_min_max_and_sum_of_denormals(world, count) -> None:
     kinds = [jnp.dtype(d) for d in ("float16", "bfloat16", "float32", "float64")]
-    # All below the least normal number of any type, and their sums too.
+    # All inputs and sums are below the smallest normal number of every dtype.
     all_bits = [np.arange(count) * (2 * r + 3) % 37 + 3 for r in range(3)]
-    # Bits go out as they come in: XLA's own operations would flush them.
+    # Views as integers, because operations of XLA would flush the floats to zero.
     bits = [np.dtype(f"uint{8 * kind.itemsize}") for kind in kinds]
     mine = [
         all_bits[world.rank].astype(bit).view(kind)

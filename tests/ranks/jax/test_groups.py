@@ -1,7 +1,8 @@
-"""Groups of processes: JAX joins those of one, ringjax averages between groups.
+"""Groups of processes: JAX connects the processes of a group, ringjax connects groups.
 
-Against one device with everybody's data (support/local_devices.py), and bit for bit the
-same at one place of all groups. Elastic jobs of groups: ../elastic/test_groups.py.
+Training must equal that of one device with the data of all ranks
+(support/local_devices.py), and processes with the same position in their groups must
+have the same bits. ../elastic/test_groups.py tests elastic jobs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from support import local_devices as devices
 import ringjax
 from ringjax import runtime
 
-# Three groups of two processes with two devices each: as many groups as processes in
-# one would hide that they are taken for each other.
+# Three groups of two processes with two devices each. With as many groups as processes
+# in a group, the tests would not notice if the code mixed up the two numbers.
 pytestmark = [
     pytest.mark.ranks(6, env=devices.environment(2, RINGJAX_GROUP_SIZE="2")),
     pytest.mark.timeout(120),
@@ -27,7 +28,7 @@ pytestmark = [
 
 
 def parts(tree) -> list[bytes]:
-    """The bytes of all shards that this process holds."""
+    """Returns the bytes of all shards on the devices of this process."""
     return [
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(tree)
@@ -36,7 +37,7 @@ def parts(tree) -> list[bytes]:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_training_is_that_of_one_device_with_all_data(kind) -> None:
+def test_training_equals_that_of_one_device_with_all_data(kind) -> None:
     mesh = devices.mesh((jax.device_count(),), kind)
     params = devices.place(devices.parameters(), devices.FSDP, mesh)
     groups = ringjax.replica_set()
@@ -58,7 +59,7 @@ def test_training_is_that_of_one_device_with_all_data(kind) -> None:
     assert np.asarray(state[0].seq.addressable_shards[0].data).tolist() == [5]
 
 
-def test_who_is_who(world) -> None:
+def test_ranks_and_groups_have_their_numbers(world) -> None:
     assert (ringjax.group_size(), ringjax.group_rank()) == (2, world.rank % 2)
     assert (jax.process_count(), jax.process_index()) == (2, world.rank % 2)
     peers = ringjax.replica_set()
@@ -73,7 +74,7 @@ def test_who_is_who(world) -> None:
     assert not ringjax.remove_process_set(peers)
 
 
-def test_parameters_come_from_the_same_place_of_the_roots_group(world) -> None:
+def test_parameters_come_from_the_same_position_in_the_roots_group(world) -> None:
     mesh = devices.mesh((4,))
     group = world.rank // 2
     own = {"w": np.arange(8.0) * (group + 1), "b": np.float32(group)}
@@ -88,11 +89,11 @@ def test_parameters_come_from_the_same_place_of_the_roots_group(world) -> None:
     assert got["b"] == world.size // 2 - 1
 
 
-def test_a_state_goes_from_place_to_place(world) -> None:
+def test_a_state_is_sent_between_equal_positions_of_groups(world) -> None:
     mesh, group = devices.mesh((4,)), world.rank // 2
     tree = {"w": np.arange(8.0) + group, "b": np.full(3, float(group))}
     placed = devices.place(tree, {"w": P("d"), "b": P()}, mesh)
-    # A receiver may have it elsewhere: it takes the source's way.
+    # A receiver may have another sharding, and adopts that of the source.
     placed["b"] = placed["b"] if group == 0 else np.zeros(3)
     everywhere = NamedSharding(mesh, P())
     key = jax.jit(lambda: jax.random.key(group), out_shardings=everywhere)()
@@ -112,17 +113,17 @@ def test_metrics_are_of_all_processes(world) -> None:
     assert got == {"loss": (world.size // 2 - 1) / 2}
 
 
-def test_another_call_in_one_group_is_an_error_at_its_place(world) -> None:
-    peers, place = ringjax.replica_set(), ringjax.group_rank()
+def test_a_different_call_in_one_group_is_a_mismatch(world) -> None:
+    peers = ringjax.replica_set()
     rows = 3 if world.rank == 2 else 4
-    if place == 0:
+    if ringjax.group_rank() == 0:
         with pytest.raises(ringjax.errors.Mismatch, match=r"float32\[3\]"):
             ringjax.broadcast_parameters(np.zeros(rows, np.float32), process_set=peers)
     ringjax.barrier()
     assert ringjax.allreduce(jnp.ones(()), process_set=peers) == 1
 
 
-def test_what_cannot_be_is_refused(world, tmp_path) -> None:
+def test_impossible_groups_are_refused(world, tmp_path) -> None:
     mesh = devices.mesh((4,))
     x = devices.place(np.ones(8), P("d"), mesh)
     with pytest.raises(ValueError, match=r"process_set=ringjax\.replica_set\(\)"):

@@ -1,6 +1,7 @@
-"""Programs whose calls nothing orders against collectives of XLA's: no thread may wait.
+"""Programs in which nothing orders ringjax's calls against collectives of XLA.
 
-The control shows what becomes of them if one does.
+XLA may run both in any order, so a handler that waits in its thread would deadlock. The
+control replaces the handler by one that waits.
 """
 
 from __future__ import annotations
@@ -37,33 +38,37 @@ x = jax.device_put(x, NamedSharding(mesh, P(None, "d")))
 states = [t.init(None) for t in tx]
 done = 0
 
-def watch():
+def watchdog():
     seen = -1
     while seen < done:
         seen = done
-        time.sleep(float(os.environ["PATIENCE"]))  # more than any step takes
+        time.sleep(float(os.environ["STEP_TIMEOUT"]))
     print("no step has ended", flush=True)
     os._exit(3)
 
 f = f.lower(x, states).compile()
-threading.Thread(target=watch, daemon=True).start()
+threading.Thread(target=watchdog, daemon=True).start()
 for done in range(1, steps + 1):
     out, states = jax.block_until_ready(f(x, states))
-same = ringjax.allgather_object(hashlib.sha256(np.asarray(out)).hexdigest())
-assert len(set(same)) == 1 and states[0].seq.tolist() == [steps]
+digests = ringjax.allgather_object(hashlib.sha256(np.asarray(out)).hexdigest())
+assert len(set(digests)) == 1 and states[0].seq.tolist() == [steps]
 """
 
 
-def test_they_end_alike_on_all_ranks(start_job: StartJob) -> None:
-    told = {"STEPS": "20", "PATIENCE": "30"}
-    job = start_job(3, TOWERS, {**environment(4)(), **told})
+def test_independent_branches_do_not_deadlock(
+    start_job: StartJob,
+) -> None:
+    settings = {"STEPS": "20", "STEP_TIMEOUT": "30"}
+    job = start_job(3, TOWERS, {**environment(4)(), **settings})
     assert job.wait(90) == 0, job.logs()
 
 
-def test_with_a_handler_that_waits_they_do_not(start_job: StartJob) -> None:
-    """Each device calls by itself: they wait for each other, or ranks disagree."""
-    told = {"STEPS": "1000", "PATIENCE": "5", "HANDLER": "ringjax_run"}
-    job = start_job(2, TOWERS, {**environment(4)(), **told})
+def test_control_independent_branches_deadlock_if_the_handler_waits(
+    start_job: StartJob,
+) -> None:
+    """Each device calls and waits separately, so devices deadlock or ranks disagree."""
+    settings = {"STEPS": "1000", "STEP_TIMEOUT": "5", "HANDLER": "ringjax_run"}
+    job = start_job(2, TOWERS, {**environment(4)(), **settings})
     assert job.wait(90) != 0
     logs = job.logs()
     assert "no step has ended" in logs or "ranks disagree" in logs, logs

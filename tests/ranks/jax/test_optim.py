@@ -1,7 +1,7 @@
 """`allreduce_grads` on several ranks: compositions of optax, models of flax, overlap.
 
-The oracle is the same optimizer without ringjax, fed with the gradients of all ranks
-averaged in numpy; every rank can compute all of them.
+The expected results come from the same optimizer without ringjax. It gets the average,
+by NumPy, of the gradients of all ranks, which every rank can compute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def grads_of(rank: int, step: int):
-    """Gradients that every rank can compute for every other."""
+    """Computes the gradients of any rank in a step."""
     rng = np.random.default_rng([rank, step])
     return {
         "a": jnp.asarray(rng.normal(size=(5, 3)), jnp.float32),
@@ -50,7 +50,7 @@ def seqs(state) -> list[int]:
 
 
 def check_against_plain(world, build, steps: int = 6) -> list[int]:
-    """Runs the optimizer with ringjax here and without it on averaged gradients."""
+    """Compares an optimizer with ringjax and one without it, on averaged gradients."""
     ours, plain = build(ringjax.allreduce_grads), build(lambda **kw: optax.identity())
     params = jax.tree.map(jnp.ones_like, grads_of(0, 0))
     state, expected_state = ours.init(params), plain.init(params)
@@ -159,12 +159,12 @@ def test_compression(world, wire, rtol, overlap) -> None:
     np.testing.assert_allclose(updates["w"], np.mean([g["w"] for g in grads], 0), rtol)
     np.testing.assert_array_equal(updates["i"], np.arange(3))
     everyone = np.asarray(ringjax.allgather(updates["w"][None]))
-    assert (everyone == everyone[0]).all()  # bit for bit the same on all ranks
+    assert (everyone == everyone[0]).all()  # all ranks have equal bits
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("overlap", [False, True, "auto"])
-def test_a_linen_model_trains_alike(world, overlap) -> None:
+def test_a_linen_model_trains_like_one_process(world, overlap) -> None:
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
@@ -193,7 +193,7 @@ TARGET = np.sin(DATA.sum(-1))
 
 
 def train(world, loss_fn, params, tx, steps: int = 10):
-    """Trained parameters; on the rank's share of the data, or on all if no world."""
+    """Trains on the data of this rank, or on all data without `world`."""
     x, y = DATA, TARGET
     if world is not None:
         x, y = (v[world.rank :: world.size] for v in (x, y))
@@ -212,7 +212,7 @@ def train(world, loss_fn, params, tx, steps: int = 10):
     return params
 
 
-def test_an_nnx_model_trains_alike(world) -> None:
+def test_an_nnx_model_trains_like_one_process(world) -> None:
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(4, 16, rngs=rngs)
@@ -239,7 +239,7 @@ def test_an_nnx_model_trains_alike(world) -> None:
     close(trained(tx, *mine), trained(optax.adam(1e-2), DATA, TARGET), rtol=1e-3)
 
 
-def test_ensembles_move_together(world) -> None:
+def test_ensembles_under_vmap_are_reduced_together(world) -> None:
     tx = ringjax.allreduce_grads()
     grads = jnp.arange(6.0).reshape(3, 2) * (world.rank + 1)
     states = jax.vmap(tx.init)(grads)
@@ -264,8 +264,8 @@ def test_steps_in_a_scan(world) -> None:
     assert seqs(state) == [4]
 
 
-def test_a_metric_of_another_program_waits_for_the_step(world) -> None:
-    """Eager collectives behind steps that still run keep one order on all ranks."""
+def test_a_metric_in_another_program_runs_after_the_step(world) -> None:
+    """Eager collectives that follow running steps have one order on all ranks."""
     tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=1 << 16)
     towers = [jnp.full((160, 160), 0.01 * (i + 1)) for i in range(6)]
 
@@ -299,7 +299,7 @@ def test_a_process_set_trains_by_itself(world) -> None:
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_optimizers_at_different_steps_are_told(world, overlap) -> None:
+def test_optimizers_at_different_steps_raise(world, overlap) -> None:
     tx = ringjax.allreduce_grads(overlap=overlap)
     seq = jnp.full((1,), 5 if world.rank == 1 else 4, jnp.uint32)
     text = "rank 1 sent optimizer step 5, rank 0 sent optimizer step 4.*skip a step"
@@ -310,7 +310,7 @@ def test_optimizers_at_different_steps_are_told(world, overlap) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_another_shape_is_told_by_name(world) -> None:
+def test_a_different_shape_is_reported_with_its_parameter(world) -> None:
     tx = ringjax.allreduce_grads()
     grads = {"net": {"kernel": jnp.ones(3 if world.rank else 4), "bias": jnp.ones(1)}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="net/kernel"):

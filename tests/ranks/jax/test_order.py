@@ -1,9 +1,9 @@
-"""The order of calls in a program is the same on all ranks, because of the tie.
+"""Calls in a program run in one order on all ranks, because call_order.py ties them.
 
-Small or sequential programs show nothing: XLA then runs them in order anyway. So there
-are independent towers of work with a call in each, and a control without the tie that
-must fail. Two processes, and also with a single XLA worker, where a second call that
-waits would be a deadlock. The text of the lowering is in unit/test_lowering.py.
+XLA runs small or sequential programs in order anyway. So the program has independent
+branches, called towers, with a call in each, and a control without the ties must fail.
+Tests with a single worker thread of XLA show that no call blocks the only thread while
+another call must run. unit/test_lowering.py tests the lowered text.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ def tower(x: Any, depth: int) -> Any:
 
 
 def start(rank: int) -> tuple[list[Any], list[Any]]:
-    # Different sizes, so that a call that meets another one is noticed.
+    # All calls have different sizes, so that two different calls are a mismatch.
     xs = [jnp.full((64 + 8 * k, 64 + 8 * k), 0.01 * (k + 1)) for k in range(TOWERS)]
     return xs, [jnp.zeros(1, jnp.uint32) for _ in xs]
 
 
 def program(rank: int, overlapped: bool) -> Callable[..., Any]:
-    """Towers that end in a chain of their own or in a stand-alone call, by turns.
+    """Returns a step with towers that end in a chained or in a stand-alone call.
 
-    The intermediates are results, or XLA reuses their memory and so orders the towers;
-    and the ranks' towers are of different height, so that they finish in another order.
+    The step returns its intermediate values, because otherwise XLA reuses their memory
+    and thereby orders the towers. The towers of the two ranks have different heights,
+    so that they finish in different orders.
     """
 
     @jax.jit
@@ -105,22 +106,22 @@ def check_equal_on_all_ranks(xs: list[Any]) -> None:
 
 @pytest.mark.ranks(2, env=ONE_WORKER)
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_tied_with_one_worker(world, overlapped) -> None:
+def test_calls_stay_in_order_with_one_worker_thread(world, overlapped) -> None:
     check_equal_on_all_ranks(run(world, overlapped))
 
 
 @pytest.mark.ranks(2, env=WORKERS)
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_tied_with_many_workers(world, overlapped) -> None:
+def test_calls_stay_in_order_with_many_worker_threads(world, overlapped) -> None:
     check_equal_on_all_ranks(run(world, overlapped))
 
 
 @pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
-def test_control_without_the_tie_disagrees(world) -> None:
-    """If this passes without an error, the tests above prove nothing.
+def test_control_without_the_order_disagrees(world) -> None:
+    """If this raises no error, the tests above prove nothing.
 
-    A worker in another call by then waits for a rank that has given up its step: the
-    time limit ends that.
+    A worker thread may be in another call, which waits for a rank whose step has
+    failed. The timeout ends that wait.
     """
     text = r"(?s)RINGJAX\[.*(ranks disagree|has not called)"
     with call_order.unordered(), pytest.raises(jax.errors.JaxRuntimeError, match=text):
@@ -129,9 +130,9 @@ def test_control_without_the_tie_disagrees(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_inner_jit_beside_a_call_never_hangs(world) -> None:
-    """An inner jit is a block of its own: the tie does not reach it (a sharp bit).
+    """Ties do not reach into an inner jit, which docs/operate/sharp-bits.md describes.
 
-    Either XLA keeps the order, or all ranks raise; afterwards everything works.
+    Either XLA keeps the order, or all ranks raise and later calls work.
     """
     inner = jax.jit(lambda x, seq: chained(tower(x, 3), seq, False, "inner"))
 
@@ -155,7 +156,7 @@ def test_inner_jit_beside_a_call_never_hangs(world) -> None:
 
 @pytest.mark.ranks(3)
 def test_steps_in_flight_stay_in_order(world) -> None:
-    """Chains order whole programs: a step's number is the result of the one before."""
+    """Chains order whole programs: each step takes the sequence number of the last."""
 
     @jax.jit
     def step(x, seq):
@@ -164,7 +165,7 @@ def test_steps_in_flight_stay_in_order(world) -> None:
 
     x, seq = jnp.zeros(1000), jnp.zeros(1, jnp.uint32)
     for _ in range(50):
-        x, seq = step(x, seq)  # not waited for
+        x, seq = step(x, seq)  # many steps are in flight at a time
     equal(seq, np.full(1, 50, np.uint32))
     equal(x, np.full(1000, 50 * (world.size - 1) / 2, np.float32), 1e-4)
 
@@ -181,11 +182,11 @@ for _ in range(20):
     grads, state = step(grads, state)
 mean = jax.jit(lambda x: ringjax.allreduce(x))(grads)
 if ringjax.rank() == 1:
-    time.sleep(0.5)  # the others are at their exit long before
+    time.sleep(0.5)  # the others reach their exit long before
 """
 
 
-def test_exit_waits_for_what_was_dispatched(start_job) -> None:
+def test_exit_waits_for_dispatched_steps(start_job) -> None:
     job = start_job(3, EXIT)
     assert job.wait(50) == 0, job.logs()
     for rank in range(3):
@@ -201,8 +202,8 @@ def test_ranks_at_different_steps_raise(world) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_nan_behind_a_collective_is_looked_for_by_its_rank_alone(world) -> None:
-    """JAX runs the program again there, with its collectives; the others go on."""
+def test_debug_nans_rechecks_without_other_ranks(world) -> None:
+    """With jax_debug_nans, only the rank with a NaN runs the program again."""
     last = world.size - 1
 
     @jax.jit
@@ -218,7 +219,7 @@ def test_a_nan_behind_a_collective_is_looked_for_by_its_rank_alone(world) -> Non
         else:
             program(jnp.ones(3), False)
             again = f"rank {last} sent allreduce 'total again, for jax_debug_nans'"
-            # JAX looks at the values, and what it raises then is a ValueError.
+            # While JAX checks values for NaN, an error of the program is a ValueError.
             with raises(ValueError, again):
                 jax.block_until_ready(program(jnp.ones(3), False))
         total, _ = program(jnp.ones(3), False)

@@ -1,9 +1,9 @@
 """Stand-alone collectives keep their order in inner functions, and between programs.
 
-A program on one CPU device takes no token from JAX: within it JAX's token goes through
-all functions, and XLA runs what a thread calls in the order of the calls. As in
-test_order.py the ranks' towers differ, so that work ends in another order on each; and
-what would go wrong without that order is a control that must fail.
+Within a program, a token of JAX passes through all functions. Between programs on one
+CPU device there is no token, because XLA runs the programs of a thread in the order of
+their calls. As in test_order.py, the towers of the ranks have different heights, and
+controls without these mechanisms must fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.stacked import equal
 import ringjax
 from ringjax.xla import call_order, tokens
 
-JAX: Any = tokens  # with the private names of jax, which only that file imports
+JAX: Any = tokens  # imports private names of JAX, which no other file may import
 
 pytestmark = pytest.mark.launch("collectives")
 STEPS = 15
@@ -89,7 +89,7 @@ KINDS: tuple[Callable[[Any, str], Any], ...] = (
 
 
 def start() -> list[Any]:
-    # Different sizes, so that a call that meets another one is noticed.
+    # All calls have different sizes, so that two different calls are a mismatch.
     return [jnp.full((64 + 8 * k,) * 2, 0.01 * (k + 1)) for k in range(len(KINDS))]
 
 
@@ -104,7 +104,7 @@ def run(rank: int) -> list[Any]:
     xs = start()
     for _ in range(STEPS):
         ys, between = step(xs)
-        # Something for the next step, bounded, that does not depend on the collective.
+        # The next input is bounded and does not depend on the collectives.
         xs = [jnp.clip(x, 0.01, 0.1) for x in between]
         jax.block_until_ready(ys)
     return ys
@@ -112,7 +112,7 @@ def run(rank: int) -> list[Any]:
 
 @contextlib.contextmanager
 def without_order() -> Iterator[None]:
-    """Lowers every call with a token of its own, as if it had a mere side effect."""
+    """Lowers every call with a new token, so that nothing orders the calls."""
     with pytest.MonkeyPatch.context() as patch, call_order.unordered():
         token_set = JAX._mlir.TokenSet
         patch.setattr(token_set, "get", lambda *_: JAX._mlir.create_token())
@@ -138,13 +138,13 @@ def check_equal_on_all_ranks(ys: list[Any]) -> None:
 
 @pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
 def test_control_without_tokens_disagrees(world) -> None:
-    """If this passes without an error, the tests above prove nothing."""
+    """If this raises no error, the tests above prove nothing."""
     with without_order(), pytest.raises(ERRORS, match=DISAGREE):
         run(world.rank)
 
 
 class Programs:
-    """Programs of all kinds that share no data, slow on one rank, quick on another."""
+    """Independent programs of all kinds, fast on one rank and slow on the other."""
 
     def __init__(self, rank: int) -> None:
         tx = ringjax.allreduce_grads()
@@ -180,7 +180,7 @@ class Programs:
 def test_programs_run_in_the_order_of_their_calls(world) -> None:
     programs, kept = Programs(world.rank), None
     order = np.random.default_rng(7)
-    for _ in range(300):  # not waited for, and most results dropped at once
+    for _ in range(300):  # many programs are in flight; most results are dropped
         kept = programs.calls[order.integers(len(programs.calls))]()
     jax.block_until_ready(kept)
     tokens.wait_for_programs()
@@ -189,7 +189,7 @@ def test_programs_run_in_the_order_of_their_calls(world) -> None:
 
 @pytest.mark.ranks(2, isolated=True, env={**WORKERS, "RINGJAX_COLLECTIVE_TIMEOUT": "5"})
 def test_control_programs_of_two_threads_disagree(world) -> None:
-    """If this passes without an error, the test above proves nothing."""
+    """If this raises no error, the test above proves nothing."""
     height = 1 if world.rank else 12
     slow = jax.jit(lambda x: alone(tower(x, height), "slow"))
     small = jax.jit(lambda x: alone(x, "small"))
@@ -201,15 +201,15 @@ def test_control_programs_of_two_threads_disagree(world) -> None:
 
     with ThreadPoolExecutor(1) as other, pytest.raises(ERRORS, match=DISAGREE):
         for _ in range(STEPS):
-            begun = other.submit(call).result()
-            jax.block_until_ready([small(y), begun])
+            result = other.submit(call).result()
+            jax.block_until_ready([small(y), result])
 
 
 @pytest.mark.ranks(2)
-def test_an_error_outside_of_jit_has_one_class(world) -> None:
-    """JAX raises a ValueError where a program fails that it calls from C++."""
+def test_an_error_outside_of_jit_is_always_a_jax_runtime_error(world) -> None:
+    """JAX itself would raise ValueError if it calls the failing program from C++."""
     rows = [jnp.ones(3), jnp.ones(4)]
-    for _ in range(2):  # the first time, JAX calls from Python
+    for _ in range(2):  # JAX makes the first call of a program from Python
         for x in rows:
             jax.block_until_ready(alone(x, "rows"))
         with pytest.raises(jax.errors.JaxRuntimeError, match=DISAGREE):
@@ -222,13 +222,13 @@ import jax, jax.numpy as jnp, numpy as np, ringjax
 ringjax.init()
 step = jax.jit(lambda x: ringjax.allreduce(jnp.tanh(x @ x.T)))
 if ringjax.rank() == 0:
-    step(jnp.ones((256, 256)))  # nobody keeps what it returns
+    step(jnp.ones((256, 256)))  # the result is dropped at once
 else:
-    time.sleep(0.5)  # rank 0 is at its exit long before
+    time.sleep(0.5)  # rank 0 reaches its exit long before
     assert np.isfinite(np.asarray(step(jnp.ones((256, 256))))).all()
 """
 
 
-def test_exit_waits_for_what_nobody_kept(start_job) -> None:
+def test_exit_waits_for_unreferenced_results(start_job) -> None:
     job = start_job(2, EXIT)
     assert job.wait(50) == 0, job.logs()

@@ -1,7 +1,7 @@
-"""Overlapped gradients in bounded memory: results, what is resident, failures half way.
+"""Overlapped gradients in bounded memory: results, resident memory, and failures.
 
-Each job sets RINGJAX_OVERLAP_MEMORY so low that buckets wait for others or travel in
-place. The oracle is the in-place mode, on numbers that have exact sums.
+Each job sets RINGJAX_OVERLAP_MEMORY so low that buckets wait for others or are reduced
+in place. The expected results come from the in-place mode, on numbers with exact sums.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import ringjax
 ringjax.init()
 rank, size = ringjax.rank(), ringjax.size()
 
-def tell(error):
+def report(error):
     sys.stdout.write(f"caught: {error}\\n")
     sys.stdout.flush()
 
 def training(change):
-    # Every gradient needs the one before, so that they get ready one by one.
+    # Each gradient depends on the one before, so they become ready one by one.
     @jax.jit
     def step(params, state):
         x, grads = jnp.float32(rank), []
@@ -39,12 +39,15 @@ def training(change):
     return step
 
 def params(sizes):
-    # numpy's: jnp would compile programs for every size.
+    # NumPy, because jnp would compile a program for every size.
     arrays = [np.arange(n // 4, dtype=np.float32) % 7 for n in sizes]
     return jax.device_put(arrays)
 
 def resident(enough=0, seconds=2):
-    """XLA frees a step's memory some time after its results are ready."""
+    """Returns the least resident memory within `seconds`; stops at `enough` bytes.
+
+    XLA frees the memory of a step some time after its results are ready.
+    """
     gc.collect()
     least, end = 2**60, time.monotonic() + seconds
     while least > enough and time.monotonic() < end:
@@ -60,16 +63,16 @@ def resident(enough=0, seconds=2):
 def run(start_job: StartJob, np: int, memory: int, script: str) -> Job:
     env = {
         "RINGJAX_OVERLAP_MEMORY": str(memory),
-        "NPROC": "4",  # workers of XLA, which would else run small programs in order
-        # malloc returns freed blocks of this size to the system, so the resident memory
-        # is the memory in use.
+        "NPROC": "4",  # threads of XLA: with one, small programs run in order
+        # malloc returns freed blocks of at least this size to the system, so the
+        # resident memory is the memory in use.
         "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536",
     }
     return start_job(np, HEAD + dedent(script), env=env)
 
 
 @pytest.mark.parametrize(("np", "memory"), [(2, 0), (3, 40 * KIB)])
-def test_the_window_gives_what_in_place_gives(
+def test_overlap_computes_the_same_results(
     start_job: StartJob, np: int, memory: int
 ) -> None:
     script = """
@@ -92,7 +95,7 @@ def test_the_window_gives_what_in_place_gives(
 
 
 def test_memory_is_bounded_and_does_not_grow(start_job: StartJob) -> None:
-    """160 MiB of gradients, of which 16 MiB may be on their way."""
+    """Of 160 MiB of gradients, only 16 MiB may be in flight."""
     script = """
     MIB = 1 << 20
     change = [ringjax.allreduce_grads(overlap=o) for o in (False, True)]
@@ -105,7 +108,7 @@ def test_memory_is_bounded_and_does_not_grow(start_job: StartJob) -> None:
             jax.block_until_ready(got)
 
     for step, state in zip(steps, states):
-        step.lower(large, state).compile()  # leaves garbage that is not ours
+        step.lower(large, state).compile()  # compilation leaves garbage of JAX
     run(0, 2)
     in_place = resident()
     for _ in range(3):
@@ -134,12 +137,12 @@ try:
         if number == 5:
             print("training", flush=True)
 except Exception as error:
-    tell(error)
+    report(error)
     raise
 """
 
 
-def test_a_rank_that_dies_within_the_window_is_named(start_job: StartJob) -> None:
+def test_a_rank_killed_within_the_window_is_named(start_job: StartJob) -> None:
     job = run(start_job, 3, 128 * KIB, KILLED)
     for rank in range(3):
         job.wait_for(rank, "training")
@@ -151,17 +154,17 @@ def test_a_rank_that_dies_within_the_window_is_named(start_job: StartJob) -> Non
 
 
 @pytest.mark.parametrize("memory", [64 * MIB, 64 * KIB, 0])
-def test_a_step_that_fails_half_way_ends_on_every_rank(
+def test_a_step_that_fails_within_the_window_fails_on_all_ranks(
     start_job: StartJob, memory: int
 ) -> None:
-    """The program fails behind a START: its rank must not go on as if nothing was."""
+    """A callback fails between START and DONE, so later steps of its rank must fail."""
     script = """
     change = ringjax.allreduce_grads(overlap=True, bucket_bytes=1)
 
     def fetch(x):
         fetch.calls += 1
         if rank == 1 and fetch.calls == 4:
-            time.sleep(0.5)  # so that the others have started
+            time.sleep(0.5)  # the other rank has started its buckets by now
             raise ValueError("the disk is gone")
         return np.asarray(x)
 
@@ -169,7 +172,7 @@ def test_a_step_that_fails_half_way_ends_on_every_rank(
 
     @jax.jit
     def step(grads, state, x):
-        between = []  # results, or XLA would reuse memory and so order the work
+        between = []  # returned, because XLA would reuse memory and order the work
         for _ in range(6):
             x = jnp.tanh(x @ x)
             between.append(x)
@@ -185,16 +188,16 @@ def test_a_step_that_fails_half_way_ends_on_every_rank(
         try:
             (_, state), _ = jax.block_until_ready(step(grads, state, x))
         except Exception as error:
-            tell(f"in {number}: {error}".replace(chr(10), " "))
+            report(f"in {number}: {error}".replace(chr(10), " "))
             if "the disk is gone" not in str(error):
                 break
     else:
-        raise SystemExit("nothing ended it")
+        raise SystemExit("no step raised the error of the job")
     """
     job = run(start_job, 2, memory, script)
     assert job.wait(140) == 0, job.logs()
-    here = job.output(1)
-    assert "caught: in 3: " in here and "the disk is gone" in here, job.logs()
+    output = job.output(1)
+    assert "caught: in 3: " in output and "the disk is gone" in output, job.logs()
     for rank in range(2):
         assert "RINGJAX[world, epoch 0]" in job.output(rank), job.logs()
         assert "rank 1" in job.output(rank), job.logs()

@@ -1,4 +1,4 @@
-"""Parameters that differ between ranks: a warning names the leaf and the ranks."""
+"""The parameter check: if parameters differ, a warning names the leaf and the ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DIFFER = "warning: the ranks' parameters differ at optimizer step"
 
 
 @pytest.fixture(autouse=True)
-def alike_before(world, capfd, monkeypatch) -> None:
-    """Ends a difference that an earlier test left: makes the parameters equal."""
+def equal_before(world, capfd, monkeypatch) -> None:
+    """Checks equal parameters, which ends a difference that an earlier test left."""
     check_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
@@ -33,7 +33,7 @@ def alike_before(world, capfd, monkeypatch) -> None:
 
 
 class Training:
-    """Steps of an optimizer, and what was said meanwhile; only rank 0 speaks."""
+    """A training loop that returns the warnings of its steps, which rank 0 prints."""
 
     def __init__(
         self, world, capfd, *, jit=True, wrap=lambda tx: tx, **options
@@ -62,9 +62,9 @@ class Training:
             self.params, self.state = self.update(self.params, self.state)
         jax.block_until_ready(self.params)
         ringjax.barrier()
-        return self.said()
+        return self.warnings()
 
-    def read_warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
         lines = self._capfd.readouterr().err.splitlines()
         return [line for line in lines if DIFFER in line]
 
@@ -74,7 +74,7 @@ class Training:
 
 
 def check(world, lines: list[str], step: int, leaf: str, rest: str) -> None:
-    """Once, and by rank 0 alone."""
+    """Checks that only rank 0 has warned, and only once."""
     if world.rank > 0 or world.size == 1:
         assert lines == []
         return
@@ -87,7 +87,7 @@ def check(world, lines: list[str], step: int, leaf: str, rest: str) -> None:
 @pytest.mark.parametrize(
     ("jit", "overlap"), [(True, True), (True, False), (False, False)]
 )
-def test_who_forgets_the_broadcast_is_told(world, capfd, jit, overlap) -> None:
+def test_a_forgotten_broadcast_is_reported(world, capfd, jit, overlap) -> None:
     training = Training(world, capfd, jit=jit, overlap=overlap, bucket_bytes=64)
     training.change(0.5 if world.rank == world.size - 1 else 0.0)
     last = world.size - 1
@@ -98,7 +98,7 @@ def test_who_forgets_the_broadcast_is_told(world, capfd, jit, overlap) -> None:
 
 
 @ALL
-def test_drift_is_noticed_and_told_once_until_it_has_ended(world, capfd) -> None:
+def test_drift_is_reported_once_until_it_ends(world, capfd) -> None:
     training = Training(world, capfd)
     assert training.run(4) == []  # the last one was step 3
     training.change(float(world.rank))
@@ -115,7 +115,7 @@ def test_drift_is_noticed_and_told_once_until_it_has_ended(world, capfd) -> None
     check(world, training.run(3), 15, "a", f"{rest}, the first of 2 that differ")
 
 
-def test_the_rank_that_is_alone_is_named(world, capfd) -> None:
+def test_the_one_different_rank_is_named(world, capfd) -> None:
     training = Training(world, capfd)
     training.change(float(world.rank == 0))
     check(world, training.run(1), 0, "b/c", "rank 0 is not that of rank 1")
@@ -130,29 +130,32 @@ def test_the_rank_that_is_alone_is_named(world, capfd) -> None:
     ],
     ids=["multisteps", "masked", "inject"],
 )
-def test_wrappers_of_optax_hand_on_the_parameters(world, capfd, wrap, found) -> None:
+def test_wrappers_of_optax_pass_the_parameters(world, capfd, wrap, found) -> None:
     training = Training(world, capfd, wrap=wrap)
     own = float(world.rank == 2)
     training.change(own)
-    training.params["a"] = training.params["a"] + own  # masked, it is meant to differ
+    training.params["a"] = training.params["a"] + own  # if masked, it may differ
     check(world, training.run(2), 0, found, "rank 2 is not that of rank 0")
 
 
-def test_the_last_bits_count_and_nothing_else(world, capfd) -> None:
+def test_every_bit_is_compared_and_nothing_else(world, capfd) -> None:
     training = Training(world, capfd)
     d = np.ones(2, jnp.bfloat16)
     d.view(np.uint16)[1] += world.rank == world.size - 1
     training.params["b"]["d"] = jnp.asarray(d)
     rest = f"rank {world.size - 1} is not that of rank 0;"
     check(world, training.run(1), 0, "b/d", rest)
-    training.params["b"]["d"] = jnp.full(2, jnp.nan, jnp.bfloat16)  # alike in its bits
+    # NaNs with equal bits are equal.
+    training.params["b"]["d"] = jnp.full(2, jnp.nan, jnp.bfloat16)
     assert training.run(4) == []
 
 
 @ALL
 @pytest.mark.parametrize("key", ["value", "grad"])
 @pytest.mark.parametrize("alike", [False, True])
-def test_what_optimizers_get_beside_the_gradients(world, capfd, key, alike) -> None:
+def test_different_extra_arguments_of_an_optimizer_are_reported(
+    world, capfd, key, alike
+) -> None:
     tx = optax.chain(ringjax.allreduce_grads(), optax.polyak_sgd(1.0))
     params = {"w": jnp.ones(3)}
 
@@ -176,7 +179,7 @@ def test_what_optimizers_get_beside_the_gradients(world, capfd, key, alike) -> N
 
 @ALL
 @pytest.mark.parametrize("reduced", [False, True])
-def test_cuda_devices_compare_nothing_so_the_program_is_looked_at(
+def test_for_cuda_unreduced_extra_arguments_are_found_while_lowering(
     world, capfd, reduced
 ) -> None:
     tx, w = ringjax.allreduce_grads(), jnp.ones(3)
@@ -242,7 +245,7 @@ def test_functions_of_one_ranks_data_are_refused(world) -> None:
 
 
 @ALL
-def test_the_first_steps_are_looked_at_more_often(world, capfd, monkeypatch) -> None:
+def test_the_first_steps_are_checked_more_often(world, capfd, monkeypatch) -> None:
     check_every(monkeypatch, 1000)
     training = Training(world, capfd)
     assert training.run(1) == []
@@ -257,7 +260,7 @@ def test_the_first_steps_are_looked_at_more_often(world, capfd, monkeypatch) -> 
     check(world, training.run(1), 100, "b/c", rest)
 
 
-def test_in_a_scan_and_in_an_ensemble(world, capfd) -> None:
+def test_the_check_in_a_scan_and_under_vmap(world, capfd) -> None:
     tx = ringjax.allreduce_grads()
     params = jnp.ones(3) * (1.0 + (world.rank == 0))
 
@@ -285,7 +288,7 @@ def test_a_process_set_is_compared_within_itself(world, capfd) -> None:
     members = ringjax.add_process_set([0, 2])
     if members.included():
         tx = ringjax.allreduce_grads(process_set=members)
-        # The others have something else, and that is their matter.
+        # Rank 2 differs from rank 0. Ranks outside of the set are not compared.
         params = {"w": jnp.full(7, float(world.rank == 2))}
         jax.block_until_ready(tx.update(params, tx.init(params), params))
     ringjax.barrier()
@@ -308,7 +311,7 @@ def test_other_trees_than_parameters_are_not_compared(world, capfd) -> None:
     assert DIFFER not in capfd.readouterr().err
 
 
-def test_derivatives_pass_by(world) -> None:
+def test_derivatives_ignore_the_check(world) -> None:
     tx = ringjax.allreduce_grads()
     params = jnp.arange(3.0)
     state = tx.init(params)

@@ -1,4 +1,4 @@
-"""Parameters in shards over devices that differ between ranks: a warning."""
+"""The parameter check on parameters that are sharded over devices."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KINDS = [AxisType.Auto, AxisType.Explicit]
 
 
 @pytest.fixture(autouse=True)
-def alike_before(world, capfd, monkeypatch) -> None:
-    """Ends a difference that an earlier test left: makes the parameters equal."""
+def equal_before(world, capfd, monkeypatch) -> None:
+    """Checks equal parameters, which ends a difference that an earlier test left."""
     check_every(monkeypatch, EVERY)
     tx, ones = ringjax.allreduce_grads(), jnp.ones(1)
     jax.block_until_ready(tx.update(ones, tx.init(ones), ones))
@@ -37,7 +37,7 @@ def alike_before(world, capfd, monkeypatch) -> None:
 
 
 def train(tx, params, state, steps):
-    """Steps that change all parameters alike on all ranks."""
+    """Makes steps that change the parameters equally on all ranks."""
 
     @jax.jit
     def step(params, state):
@@ -57,14 +57,14 @@ def parts(mesh):
 
 
 def change(x, at, by):
-    """Another value on this rank, and the same sharding."""
+    """Adds `by` to an element of `x` on this rank, with the same sharding."""
     value = np.array(x)
     value[at] += by
     return jax.device_put(value, x.sharding)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-def test_the_shard_that_differs_is_named_once(world, capfd, kind) -> None:
+def test_a_different_shard_is_named_once(world, capfd, kind) -> None:
     mesh = devices.mesh((4,), kind)
     tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
     with jax.set_mesh(mesh):
@@ -76,7 +76,7 @@ def test_the_shard_that_differs_is_named_once(world, capfd, kind) -> None:
         params, state = train(tx, params, state, 2 * EVERY)
         want = warning_of_rank_0(world, EVERY, "cut[4:6,0:5]", 1)
         assert read_warnings(capfd) == want
-        params, state = train(tx, parts(mesh), state, EVERY)  # alike again
+        params, state = train(tx, parts(mesh), state, EVERY)  # equal again
         if world.rank == 1:
             params["whole"] = change(params["whole"], 0, 1e-9)
         train(tx, params, state, EVERY)
@@ -84,7 +84,9 @@ def test_the_shard_that_differs_is_named_once(world, capfd, kind) -> None:
         assert read_warnings(capfd) == want
 
 
-def test_other_shards_on_one_rank_are_told_and_training_goes_on(world, capfd) -> None:
+def test_a_different_sharding_on_one_rank_is_reported_and_training_continues(
+    world, capfd
+) -> None:
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads()
     value = np.ones((4, 4))

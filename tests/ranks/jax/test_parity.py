@@ -1,7 +1,7 @@
-"""The promise of data parallelism: N ranks train exactly what one rank would train.
+"""The promise of data parallelism: N ranks train to the parameters of one process.
 
-Same global batch, 50 steps. The reference is plain JAX and optax on the whole batch,
-computed inside each rank.
+Training takes 50 steps with one global batch. The reference is plain JAX and optax on
+the whole batch, which each rank computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ringjax
 
 STEPS, BATCH, FEATURES = 50, 24, 6
 
-# Three ranks have every optimizer, two one of each kind of call.
+# All optimizers run on three ranks, and one of each kind of call also on two.
 RANKS, SOME_RANKS = pytest.mark.ranks(3), pytest.mark.ranks(2, 3)
 pytestmark = pytest.mark.launch("collectives")
 
@@ -71,7 +71,7 @@ def train(tx, dtype, rows):
 
 
 def difference(a, b) -> float:
-    """The largest difference, relative to the largest value of its leaf."""
+    """Returns the largest difference, relative to the largest value of its leaf."""
     return max(
         float(np.abs(np.asarray(x) - y).max() / max(np.abs(y).max(), 1e-30))
         for x, y in zip(
@@ -98,11 +98,11 @@ def check(world, name, dtype, bound, **options) -> None:
     trained = train(tx, dtype, slice(world.rank, None, world.size))
     assert {x.dtype for x in jax.tree.leaves(trained)} == {jnp.dtype(dtype)}
     expected = reference(name, dtype)
-    assert difference(expected, initial(dtype)) > 0.01  # training changes them
+    assert difference(expected, initial(dtype)) > 0.01  # training has an effect
     assert difference(trained, expected) < bound
     digest = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(trained)]
     everyone = ringjax.allgather_object(digest)
-    assert everyone == [digest] * world.size  # all ranks hold the same bits
+    assert everyone == [digest] * world.size  # all ranks have equal bits
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def test_float64_to_twelve_digits(world, name, overlap) -> None:
 @SOME_RANKS
 @pytest.mark.parametrize("overlap", [False, True])
 def test_float32_to_rounding(world, overlap) -> None:
-    # 50 steps add up rounding of 2^-24 a step; sgd does not amplify it much.
+    # Each of 50 steps rounds by 2^-24, and SGD does not amplify the errors much.
     check(world, "sgd", np.float32, 2e-5, overlap=overlap, bucket_bytes=300)
 
 
 @pytest.mark.ranks(2)
-def test_bfloat16_on_the_wire_stays_near(world) -> None:
+def test_bfloat16_on_the_wire_stays_close(world) -> None:
     bf16 = ringjax.Compression.bf16
     check(world, "sgd", np.float32, 3e-2, compression=bf16)
 
 
 @pytest.mark.ranks(2)
 def test_the_bound_would_notice_a_missing_allreduce(world) -> None:
-    """The control: without it the ranks train apart."""
-    mine = slice(world.rank, None, world.size)
-    apart = train(OPTIMIZERS["sgd"](), np.float32, mine)
+    """A control: without an allreduce, ranks train to different parameters."""
+    rows = slice(world.rank, None, world.size)
+    apart = train(OPTIMIZERS["sgd"](), np.float32, rows)
     assert difference(apart, reference("sgd", np.float32)) > 1e-3

@@ -1,4 +1,4 @@
-"""ringjax.reducescatter: this rank's rows of an allreduce."""
+"""ringjax.reducescatter: each rank receives its rows of the reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.stacked import check_derivatives, draw_all, equal, raises
 import ringjax
 from ringjax import Average, Compression, Max, Min, Product, Sum, reducescatter
 
-# Other numbers of ranks do nothing that three do not; some tests prove it on them.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.ranks(3),
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def rows(total: int, rank: int, size: int) -> slice:
-    """The rows of `rank`: the first ranks take the remainder."""
+    """Returns the rows of `rank`. The first ranks have the remainder."""
     bounds = np.cumsum([0, *(total // size + (r < total % size) for r in range(size))])
     return slice(int(bounds[rank]), int(bounds[rank + 1]))
 
@@ -61,7 +61,7 @@ def test_any_shape(world, total, rest, op) -> None:
     xs = draw(world.size, (total, *rest), "float64")
     mine = rows(total, world.rank, world.size)
     reduce = {Sum: np.sum, Min: np.min, Max: np.max, Product: np.prod}[op]
-    x = jax.device_put(xs[world.rank])  # numpy's would need a program for each shape
+    x = jax.device_put(xs[world.rank])  # a NumPy array needs a program for each shape
     equal(reducescatter(x, op), reduce(np.stack(xs), axis=0)[mine])
 
 

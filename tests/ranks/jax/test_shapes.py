@@ -1,7 +1,7 @@
 """Arguments and results of the public collectives have the annotated shapes.
 
-The package does not import jaxtyping: its annotations are checked here, with a control
-that fails.
+ringjax does not import jaxtyping at run time, so these tests check its annotations. A
+control with wrong shapes must fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.launch("collectives"),
     pytest.mark.usefixtures("world"),
 ]
-# The names in the annotations. The package imports them for type checkers only.
+# The names in the annotations, which ringjax imports for type checkers only.
 NAMES = {
     **{name: getattr(jaxtyping, name) for name in ("PyTree", "Shaped")},
     "Array": jax.Array,
@@ -37,7 +37,7 @@ TREES = [np.ones((6, 2), np.float32), [jnp.ones(3, jnp.int32), {"a": jnp.ones((3
 def call(function: Callable[..., Any], tensor: Any, *arguments: Any) -> Any:
     """Calls a collective and checks its tensor and its result by its annotations."""
     first = next(iter(inspect.signature(function).parameters))
-    # Not typing.get_type_hints, which would take the names of dimensions for types.
+    # typing.get_type_hints would take the names of dimensions for types.
     given, returned = (
         eval(function.__annotations__[name], NAMES) for name in (first, "return")
     )
@@ -67,7 +67,7 @@ def test_tensors_and_results_have_the_annotated_shapes(
         lambda tensor: np.asarray(ringjax.allgather(tensor)),
     ],
 )
-def test_control_other_shapes_and_types_are_found(wrong: Callable[..., Any]) -> None:
+def test_control_wrong_shapes_and_types_are_found(wrong: Callable[..., Any]) -> None:
     def gather(tensor: Any) -> Any:
         return wrong(tensor)
 

@@ -1,7 +1,7 @@
-"""Several devices a process: JAX shards inside, ringjax averages between.
+"""Processes with several devices: JAX shards within a process, ringjax reduces between.
 
-Against one device with everybody's data (support/local_devices.py), and bit for bit the
-same on all ranks.
+Training must equal that of one device with the data of all ranks
+(support/local_devices.py), and all ranks must have equal bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows(count: int = 8) -> np.ndarray:
 
 
 def summed(x, size: int):
-    """The sum over ranks of ``x * (rank + 1)``."""
+    """Returns the sum over ranks of `x * (rank + 1)`."""
     return x * (size * (size + 1) / 2)
 
 
@@ -50,7 +50,7 @@ MESHES = {
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("name", MESHES)
-def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None:
+def test_training_equals_that_of_one_device_with_all_data(world, name, kind) -> None:
     shape, specs = MESHES[name]
     mesh = devices.mesh(shape, kind, jax.devices()[: int(np.prod(shape))])
     params = devices.place(devices.parameters(), specs, mesh)
@@ -116,7 +116,7 @@ def test_micro_batches_and_ensembles(world) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_allreduce_and_broadcast_keep_the_place(world, kind, jit) -> None:
+def test_allreduce_and_broadcast_keep_the_sharding(world, kind, jit) -> None:
     mesh = devices.mesh((2, 2), kind)
     wrap = jax.jit if jit else lambda f: f
     own = world.rank + 1
@@ -161,7 +161,7 @@ def test_dtypes_shapes_and_the_wire(world) -> None:
     devices.same_bits_everywhere(updates)
 
 
-def test_uneven_cuts(world) -> None:
+def test_uneven_shardings(world) -> None:
     mesh = devices.mesh((4,))
     where = NamedSharding(mesh, P("d"))
     x = jax.device_put(np.arange(8.0), where)
@@ -174,7 +174,7 @@ def test_uneven_cuts(world) -> None:
     np.testing.assert_array_equal(program(x), summed(np.arange(7.0), world.size))
 
 
-def test_what_several_devices_have_travels_once(world) -> None:
+def test_replicated_data_travel_once(world) -> None:
     mesh = devices.mesh((2, 2))
     x = devices.place({"a": rows(), "b": rows()}, {"a": P("d"), "b": P()}, mesh)
     jax.block_until_ready(ringjax.allreduce(x))
@@ -191,7 +191,7 @@ def test_what_several_devices_have_travels_once(world) -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_of_shard_map(world, check_vma) -> None:
-    """Each device with its counterparts, whatever changes shapes, too."""
+    """Each device communicates with the devices of the same position on other ranks."""
     mesh = devices.mesh((4,))
     x = jax.device_put(rows(), NamedSharding(mesh, P("d")))
     n = world.size
@@ -213,7 +213,7 @@ def test_inside_of_shard_map(world, check_vma) -> None:
         )
     )
     out = f(x * (world.rank + 1))
-    own = rows().reshape(4, 2, 4)  # by device
+    own = rows().reshape(4, 2, 4)  # axis 0 is the device
     want = summed(rows(), n)
     np.testing.assert_array_equal(out["sum"], want)
     np.testing.assert_allclose(out["same"], summed(own.mean(0), n), 1e-12)
@@ -241,7 +241,7 @@ def test_gradients_inside_of_shard_map(world) -> None:
     assert state.seq.tolist() == [1]
 
 
-def test_another_order_of_devices_on_one_rank_is_no_matter(world) -> None:
+def test_a_different_device_order_on_one_rank_is_harmless(world) -> None:
     order = jax.devices() if world.rank else jax.devices()[::-1]
     mesh = devices.mesh((4,), devices=order)
     x = jax.device_put(rows() * (world.rank + 1), NamedSharding(mesh, P("d")))
@@ -254,10 +254,8 @@ def test_another_order_of_devices_on_one_rank_is_no_matter(world) -> None:
     np.testing.assert_array_equal(jax.jit(f)(x), want)
 
 
-def test_in_the_order_in_which_devices_come_the_sums_would_be_wrong(
-    world, monkeypatch
-) -> None:
-    """The control of all of the above: so it was before devices met."""
+def test_control_arrival_order_gives_wrong_sums(world, monkeypatch) -> None:
+    """A control: if every device called separately, counterparts would be mixed up."""
     monkeypatch.setitem(multi_device._TARGETS, "run", "ringjax_run")
     mesh = devices.mesh((2,), devices=jax.devices()[:2])
     late = 0 if world.rank else 1
@@ -267,8 +265,8 @@ def test_in_the_order_in_which_devices_come_the_sums_would_be_wrong(
 
     before = calls()
 
-    def wait(place, v):
-        while int(place) == late and calls() == before:
+    def wait(device, v):
+        while int(device) == late and calls() == before:
             time.sleep(0.01)
         return v
 
@@ -284,7 +282,7 @@ def test_in_the_order_in_which_devices_come_the_sums_would_be_wrong(
     assert sorted(got.tolist()) != [world.size, 10.0 * world.size]
 
 
-def test_another_cut_on_one_rank_is_told_by_name_and_the_next_call_works(world) -> None:
+def test_a_different_sharding_on_one_rank_raises_and_the_next_call_works(world) -> None:
     mesh = devices.mesh((2, 2))
     spec = P("d") if world.rank == 0 else P(None, "d")
     x = {"kernel": jax.device_put(np.ones((4, 4)), NamedSharding(mesh, spec))}
@@ -295,7 +293,7 @@ def test_another_cut_on_one_rank_is_told_by_name_and_the_next_call_works(world) 
     np.testing.assert_array_equal(got, np.full((4, 4), world.size))
 
 
-def test_other_devices_on_one_rank_are_told(world) -> None:
+def test_different_devices_on_one_rank_raise(world) -> None:
     own = jax.devices()[:2] if world.rank == 0 else jax.devices()[2:]
     mesh = devices.mesh((2,), devices=own)
     x = jax.device_put(np.ones(4), NamedSharding(mesh, P("d")))
@@ -304,7 +302,7 @@ def test_other_devices_on_one_rank_are_told(world) -> None:
         jax.block_until_ready(ringjax.allreduce(x))
 
 
-def test_parameters_come_from_the_root_and_stay_where_they_are(world) -> None:
+def test_broadcast_parameters_keep_their_sharding(world) -> None:
     mesh = devices.mesh((4,), AxisType.Explicit)
     own = jax.tree.map(lambda x: x * (world.rank + 1), devices.parameters())
     tree = {
@@ -333,8 +331,8 @@ def test_metrics_of_sharded_arrays(world) -> None:
     assert got["mean"] == pytest.approx(1.5 * n + n * (n - 1) / 2)
 
 
-def test_compiled_on_a_thread_and_again(world) -> None:
-    """The rule of the cut runs on a thread of XLA's, and leaves nothing there."""
+def test_compilation_on_other_threads(world) -> None:
+    """The partitioning rule runs on the compiling thread, which then ends."""
     mesh = devices.mesh((4,))
     x = jax.device_put(np.ones(8), NamedSharding(mesh, P("d")))
     for number in range(3):
@@ -348,7 +346,7 @@ def test_compiled_on_a_thread_and_again(world) -> None:
     gc.collect()
 
 
-def test_the_program_has_one_call_and_no_more_collectives_of_xla(world) -> None:
+def test_the_program_has_one_call_and_no_extra_collectives(world) -> None:
     mesh = devices.mesh((4,), AxisType.Explicit)
     params = devices.place(devices.parameters(), devices.FSDP, mesh)
     x = jax.device_put(devices.data(0, 0), NamedSharding(mesh, P("d")))
@@ -363,7 +361,7 @@ def test_the_program_has_one_call_and_no_more_collectives_of_xla(world) -> None:
             lowered = jax.jit(step).lower(params, tx.init(params), x)
         return lowered.compile().as_text()
 
-    ours, plain = text(ringjax.allreduce_grads()), text(optax.identity())
-    assert ours.count('custom_call_target="ringjax_meet"') == 1
+    reduced, plain = text(ringjax.allreduce_grads()), text(optax.identity())
+    assert reduced.count('custom_call_target="ringjax_meet"') == 1
     for collective in (" all-gather(", " all-reduce(", " all-to-all("):
-        assert ours.count(collective) == plain.count(collective), collective
+        assert reduced.count(collective) == plain.count(collective), collective

@@ -1,6 +1,7 @@
-"""Gradients in shards over a process's devices, on their way while others are computed.
+"""Overlap of gradients that are sharded over the devices of a process.
 
-Against one device with everybody's data (support/local_devices.py).
+Training must equal that of one device with the data of all ranks
+(support/local_devices.py).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ pytestmark = [
     pytest.mark.usefixtures("world"),
 ]
 KINDS = [AxisType.Auto, AxisType.Explicit]
-# A bucket for each gradient or two.
+# Small buckets, of one or two gradients each.
 grads_mean = functools.partial(ringjax.allreduce_grads, overlap=True, bucket_bytes=256)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("donate", [False, True])
-def test_training_is_that_of_one_device_with_all_data(world, kind, donate) -> None:
+def test_training_equals_that_of_one_device_with_all_data(world, kind, donate) -> None:
     mesh = devices.mesh((2, 2), kind)
     params = devices.place(devices.parameters(), devices.TENSOR, mesh)
     options = {"donate_argnums": (0, 1)} if donate else {}
@@ -69,14 +70,14 @@ def test_two_chains_in_a_scan(world) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_inside_of_shard_map_beside_collectives_of_xla(world, check_vma) -> None:
+def test_inside_shard_map_with_collectives_of_xla(world, check_vma) -> None:
     mesh = devices.mesh((4,))
     tx = grads_mean()
 
     def each(x, state):
         grads = {str(i): jnp.tanh(x @ x.T) @ x + i for i in range(4)}
         updates, state = tx.update(grads, state)
-        # Nothing orders these against the buckets.
+        # Nothing orders these collectives of XLA against the buckets.
         rest = sum(jax.lax.psum(g.sum(), "d") for g in grads.values())
         return updates, rest, state
 
@@ -97,7 +98,7 @@ def test_inside_of_shard_map_beside_collectives_of_xla(world, check_vma) -> None
     assert state.seq.tolist() == [10]
 
 
-def test_another_cut_on_one_rank_is_an_error_and_the_next_step_works(world) -> None:
+def test_a_different_sharding_on_one_rank_raises_and_the_next_step_works(world) -> None:
     mesh = devices.mesh((2, 2))
     spec = P("d") if world.rank == 0 else P(None, "d")
     tx = grads_mean()

@@ -1,4 +1,4 @@
-"""Programs of users over several devices: other ways to write and to compile them."""
+"""Programs over several devices: flax, AOT compilation, caches, micro batches."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ pytestmark = [
 OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 
 
-def cut(x, mesh):
-    """Over its first dimension if the devices divide it."""
+def shard(x, mesh):
+    """Shards `x` over its first dimension if that is a multiple of the devices."""
     fits = x.ndim > 0 and x.shape[0] % mesh.size == 0
     return jax.device_put(x, NamedSharding(mesh, P("d") if fits else P()))
 
 
 def batches(world, mesh, steps=3):
     for step in range(steps):
-        yield cut(devices.data(world.rank, step), mesh)
+        yield shard(devices.data(world.rank, step), mesh)
 
 
 def whole(world, steps=3):
@@ -43,7 +43,7 @@ def whole(world, steps=3):
 
 
 def same(got, want) -> None:
-    """Trees of the same arrays, on all ranks to the last bit."""
+    """Checks that two trees are close, and `got` has equal bits on all ranks."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), 1e-12, 1e-14)
     flat = [np.asarray(x).tobytes() for x in jax.tree.leaves(got)]
@@ -74,7 +74,7 @@ def test_flax_nnx(world, overlap) -> None:
         return nnx.state(model, nnx.Param)
 
     tx = ringjax.allreduce_grads(overlap=overlap)
-    got = trained(tx, batches(world, mesh), lambda x: cut(x, mesh))
+    got = trained(tx, batches(world, mesh), lambda x: shard(x, mesh))
     same(got, trained(optax.identity(), whole(world), lambda x: x))
 
 
@@ -105,7 +105,7 @@ def test_flax_linen_compiled_ahead_of_time(world, overlap) -> None:
                 state = jax.device_put(state, run.input_shardings[0][1])
         return params
 
-    params = jax.tree.map(lambda x: cut(x, mesh), start)
+    params = jax.tree.map(lambda x: shard(x, mesh), start)
     tx = ringjax.allreduce_grads(overlap=overlap)
     got = trained(tx, batches(world, mesh), params, ahead=True)
     same(got, trained(optax.identity(), whole(world), start, ahead=False))
@@ -116,10 +116,10 @@ def test_micro_batches(world, overlap) -> None:
     mesh = devices.mesh((4,))
     inner = optax.chain(ringjax.allreduce_grads(overlap=overlap), optax.sgd(1.0))
     tx = optax.MultiSteps(inner, 2)
-    params = cut(jnp.zeros(8), mesh)
+    params = shard(jnp.zeros(8), mesh)
     state, update = tx.init(params), jax.jit(tx.update)
     for step in range(4):
-        grads = cut(jnp.full(8, float(world.rank + step)), mesh)
+        grads = shard(jnp.full(8, float(world.rank + step)), mesh)
         updates, state = jax.block_until_ready(update(grads, state, params))
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(params, -np.full(8, world.size - 1 + 3.0), 1e-12)
@@ -129,7 +129,7 @@ def test_micro_batches(world, overlap) -> None:
 def test_from_the_persistent_cache(world, overlap, tmp_path: Path) -> None:
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads(op=ringjax.Sum, overlap=overlap)
-    x = cut(jnp.arange(8.0), mesh)
+    x = shard(jnp.arange(8.0), mesh)
     names = {
         "jax_remove_custom_partitioning_ptr_from_cache_key": True,
         "jax_compilation_cache_dir": str(tmp_path),
@@ -162,17 +162,17 @@ def test_from_the_persistent_cache(world, overlap, tmp_path: Path) -> None:
     assert "/jax/compilation_cache/cache_misses" not in hits
 
 
-def test_jax_says_that_it_does_not_export_it(world) -> None:
+def test_jax_export_is_refused(world) -> None:
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads()
-    x = cut(jnp.arange(8.0), mesh)
+    x = shard(jnp.arange(8.0), mesh)
     with pytest.raises(NotImplementedError, match="serialization"):
         jax.export.export(jax.jit(tx.update))(x, tx.init(x))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_what_is_of_no_mesh_goes_as_ever_under_one(world, kind) -> None:
-    """JAX would have the devices of the mesh do it, which shapes must not depend on."""
+def test_arrays_without_a_mesh_work_under_a_mesh(world, kind) -> None:
+    """Arrays with different shapes on the ranks must not be placed on the mesh."""
     rank, n = world.rank, world.size
     own = np.full((rank + 1, 2), float(rank))
     everyone = np.concatenate([np.full((r + 1, 2), float(r)) for r in range(n)])
@@ -190,5 +190,5 @@ def test_what_is_of_no_mesh_goes_as_ever_under_one(world, kind) -> None:
         state = ringjax.elastic.State(w=own[:1], step=rank)
         state.sync()
         assert state.step == 0 and not state.w.any()
-        # The mesh is there again.
+        # After `sync`, the mesh is set again.
         assert jnp.ones(4).sharding.num_devices == 4

@@ -1,8 +1,8 @@
-"""Devices that share out what they have alike, as they do on CUDA: shown on CPUs.
+"""Devices that each send a share of replicated data, as on CUDA, tested on CPU devices.
 
-There they meet in each call still, so that shares go to the other ranks as shards do;
-what is cut, how it is put together, and what XLA makes of it, are the same. That CUDA
-devices call by themselves is shown on stubs, in tests/ranks/cuda.
+CPU devices still meet in each call, and their shares are sent like shards. Which shares
+there are, how they are reassembled, and what XLA compiles are as on CUDA. Tests in
+tests/ranks/cuda use stubs to show that each CUDA device makes its own calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ringjax
 from ringjax import runtime
 from ringjax.xla import lowering, shares
 
-# Two ranks do nothing that three do not.
+# Three ranks run all code of this layer.
 pytestmark = [
     pytest.mark.ranks(3, env=devices.environment(4)),
     pytest.mark.launch("shards"),
@@ -38,7 +38,7 @@ MESHES = {
 
 @pytest.fixture(params=[64, 1 << 40], ids=["by-sharding", "by-share"])
 def shared(request, monkeypatch):
-    """Tensors of 64 bytes are large: XLA cuts them; or none is."""
+    """Enables shares, which XLA splits from 64 bytes on, or (with 1 << 40) never."""
     monkeypatch.setattr(shares, "splits_replicas", lambda platform: True)
     monkeypatch.setattr(shares, "MIN_SHARDED_BYTES", request.param)
     jax.clear_caches()
@@ -52,7 +52,7 @@ def sent() -> int:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 @pytest.mark.parametrize("name", MESHES)
-def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None:
+def test_training_equals_that_of_one_device_with_all_data(world, name, kind) -> None:
     shape, specs = MESHES[name]
     mesh = devices.mesh(shape, kind)
     params = devices.place(devices.parameters(), specs, mesh)
@@ -60,7 +60,7 @@ def test_training_is_that_of_one_device_with_all_data(world, name, kind) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
-def test_every_cut_of_every_shape_and_type(world, kind) -> None:
+def test_every_sharding_of_every_shape_and_type(world, kind) -> None:
     mesh = devices.mesh((2, 2), kind)
     values = {
         "bool": np.arange(4) == world.rank, "int8": np.full((4, 3), 2, np.int8),
@@ -79,7 +79,7 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
         before = sent()
         out = ringjax.allreduce(x, op=ringjax.Sum)
         jax.block_until_ready(out)
-        # Each element once, but for what fills shares up: three of each tensor.
+        # Each element is sent once. Up to three elements of padding fill the shares.
         most = sum(v.nbytes + 4 * v.itemsize for v in map(np.asarray, values.values()))
         assert sent() - before <= most
         for key, value in values.items():
@@ -93,8 +93,8 @@ def test_every_cut_of_every_shape_and_type(world, kind) -> None:
         devices.same_bits_everywhere(out)
 
 
-def test_a_mesh_that_is_set_does_not_cut_one_devices_part(world) -> None:
-    """With explicit axes, and where XLA asks for the part on this thread."""
+def test_set_mesh_does_not_shard_the_part_of_a_device(world) -> None:
+    """With explicit axes, a replicated array on each device must stay whole."""
     mesh = devices.mesh((2, 2), AxisType.Explicit)
     x = np.arange(21.0).reshape(7, 3)
     with jax.set_mesh(mesh):
@@ -135,7 +135,7 @@ def test_in_a_scan_and_beside_other_calls(world) -> None:
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_of_shard_map(world, check_vma) -> None:
-    """JAX says what is alike if it checks that; else each device has its own."""
+    """With check_vma, JAX tells which arrays are replicated; without, none count so."""
     mesh = devices.mesh((2, 2))
     tx = ringjax.allreduce_grads()
     x = np.arange(56.0).reshape(8, 7)
@@ -170,7 +170,7 @@ def test_inside_of_shard_map(world, check_vma) -> None:
 
 
 def test_the_calls_of_cuda_devices(world) -> None:
-    """Each is one by itself, and says what all devices have."""
+    """Each CUDA device makes its own call, which describes the data of all devices."""
     del world
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads()
@@ -196,7 +196,7 @@ def test_the_calls_of_cuda_devices(world) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_gradients_that_are_all_alike_inside_of_shard_map(world, check_vma) -> None:
+def test_replicated_gradients_inside_shard_map(world, check_vma) -> None:
     """With check_vma, JAX replicates the gradients of replicated parameters itself."""
     mesh = devices.mesh((4,))
     tx = ringjax.allreduce_grads()
@@ -217,14 +217,14 @@ def test_gradients_that_are_all_alike_inside_of_shard_map(world, check_vma) -> N
     )
     before = sent()
     updates, _ = jax.block_until_ready(f(w, tx.init(w), rows))
-    # Not from each device: that would be a copy of each.
+    # With check_vma, the replicated gradients are sent once, not by every device.
     assert sent() - before == 8 * 24 * (1 if check_vma else 4)
     np.testing.assert_allclose(updates, np.full((8, 3), 2.0 + 2 * world.size), 1e-12)
     if check_vma:
         devices.same_bits_everywhere(updates)
 
 
-def test_devices_that_have_not_been_joined(world, monkeypatch) -> None:
+def test_a_mesh_of_devices_that_are_not_joined_is_refused(world, monkeypatch) -> None:
     del world
     found = runtime.current("test").devices
     monkeypatch.setattr(found, "communicators", {0: [object()]})
@@ -240,8 +240,8 @@ def test_devices_that_have_not_been_joined(world, monkeypatch) -> None:
     jax.jit(ringjax.allreduce).trace(few).lower(lowering_platforms=("cuda",))
 
 
-def test_xla_makes_one_of_the_sum_over_devices_and_the_cut(world) -> None:
-    """No collective more than in the same step without ringjax, but for gathering."""
+def test_the_program_has_one_reduction_and_one_all_gather(world) -> None:
+    """Replicated gradients need one reduction, and an all-gather of the shares."""
     del world
     mesh = devices.mesh((4,))
     where = NamedSharding(mesh, P())

@@ -1,4 +1,4 @@
-"""Parameters, objects and metrics on several ranks."""
+"""Broadcasts of parameters, exchanges of objects, and metrics, on several ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bag(NamedTuple):
 
 
 def bag(root: int, rank: int):
-    """A tree whose values only the root has."""
+    """Returns a tree with all kinds of leaves, whose values differ on the root."""
     mine = 1 if rank == root else 0
     return {
         "python": Bag((1 << 62) * mine + 1, 0.1 * mine, bool(mine), 1j * mine),
@@ -75,11 +75,11 @@ def same(a, b) -> None:
 
 @ALONE_TOO
 @pytest.mark.parametrize("last", [False, True])
-def test_every_kind_of_leaf_arrives_as_it_was(world, last) -> None:
+def test_every_kind_of_leaf_is_sent_unchanged(world, last) -> None:
     root = world.size - 1 if last else 0
     out = ringjax.broadcast_parameters(bag(root, world.rank), root_rank=root)
     same(out, bag(root, root))
-    out["np64"][0] = 1.0  # can be written to
+    out["np64"][0] = 1.0  # NumPy leaves are writable
 
 
 def broadcasts() -> int:
@@ -97,7 +97,7 @@ def test_a_tree_is_one_operation(world) -> None:
         np.testing.assert_array_equal(x, np.zeros(i))
 
 
-def test_leaves_whose_paths_look_equal_stay_apart(world) -> None:
+def test_leaves_with_equal_path_texts_are_distinct(world) -> None:
     mine = world.rank + 1
     out = ringjax.broadcast_parameters({"a/b": mine, "a": {"b": 10 * mine}})
     assert out == {"a/b": 1, "a": {"b": 10}}
@@ -108,7 +108,7 @@ def test_empty_trees(world) -> None:
         assert ringjax.broadcast_parameters(tree) == tree
 
 
-def test_a_train_state_with_everything_in_it(world) -> None:
+def test_a_complete_train_state(world) -> None:
     net = linen.Dense(3)
     tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-2))
 
@@ -117,7 +117,7 @@ def test_a_train_state_with_everything_in_it(world) -> None:
         return TrainState.create(apply_fn=net.apply, params=variables, tx=tx)
 
     state = fresh(world.rank + 10)
-    if world.rank == 0:  # the root has a history: three steps of a job of its own
+    if world.rank == 0:  # the root has already made three steps
         opt_state = (state.opt_state[0]._replace(seq=jnp.full(1, 3, jnp.uint32)),)
         state = state.replace(step=3, opt_state=(*opt_state, *state.opt_state[1:]))
     state = ringjax.broadcast_parameters(state)
@@ -188,14 +188,14 @@ def test_inside_jit(world) -> None:
     ],
     ids=["shape", "dtype", "more", "empty", "number", "key"],
 )
-def test_trees_that_differ_are_told_on_every_rank(world, make, text) -> None:
+def test_different_trees_raise_on_all_ranks(world, make, text) -> None:
     with pytest.raises(ringjax.errors.Mismatch, match=text):
         ringjax.broadcast_parameters(make(world.rank))
     assert ringjax.broadcast_parameters(world.rank) == 0  # still usable
 
 
 class Model:
-    """A model like those of equinox: functions and settings are leaves, too."""
+    """A model like those of Equinox, in which functions and settings are leaves."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -221,7 +221,7 @@ def test_a_model_whose_leaves_are_not_all_arrays(world) -> None:
 
 
 @SEVERAL
-def test_what_is_not_sent_must_look_alike(world) -> None:
+def test_leaves_that_are_not_sent_must_be_equal(world) -> None:
     tree = {"w": jnp.ones(2), "how": "same" if world.rank == 0 else "valid"}
     text = "'how': rank 0 has the str 'same', rank 1 has the str 'valid'"
     with pytest.raises(ringjax.errors.Mismatch, match=text):
@@ -229,14 +229,14 @@ def test_what_is_not_sent_must_look_alike(world) -> None:
 
 
 @SEVERAL
-def test_roots_that_differ_are_told(world) -> None:
+def test_different_roots_raise(world) -> None:
     with pytest.raises(
         ringjax.errors.Mismatch, match="`root_rank`: rank 0 has 0, rank 1"
     ):
         ringjax.broadcast_parameters({"w": jnp.ones(1)}, root_rank=min(world.rank, 1))
 
 
-def test_numpy_here_and_jax_there_is_no_mismatch(world) -> None:
+def test_numpy_and_jax_arrays_do_not_mismatch(world) -> None:
     value = np.arange(3, dtype=np.float32) + world.rank
     tree = value if world.rank else jnp.asarray(value)
     out = ringjax.broadcast_parameters(tree)
@@ -276,7 +276,7 @@ OBJECT = {"lr": 1e-3, 5: (None, [True, b"\0"]), "name": "ß", "x": np.arange(4.0
 @pytest.mark.parametrize("last", [False, True])
 def test_broadcast_object(world, last) -> None:
     root = world.size - 1 if last else 0
-    # Only the root's object is looked at.
+    # The objects of other ranks are ignored.
     mine = OBJECT if world.rank == root else object()
     out = ringjax.broadcast_object(mine, root)
     np.testing.assert_array_equal(out.pop("x"), np.arange(4.0))
@@ -306,7 +306,7 @@ class Odd:
     __hash__ = None
 
 
-def test_a_pickle_only_if_asked_for(world) -> None:
+def test_pickle_must_be_allowed(world) -> None:
     with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
         ringjax.broadcast_object(Odd())
     with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
@@ -316,7 +316,7 @@ def test_a_pickle_only_if_asked_for(world) -> None:
 
 
 @SEVERAL
-def test_one_rank_that_cannot_send_is_named_on_all(world) -> None:
+def test_all_ranks_name_the_rank_that_cannot_send(world) -> None:
     with pytest.raises(TypeError, match="`obj` of rank 1 cannot be sent"):
         ringjax.allgather_object(Odd() if world.rank == 1 else 1)
 
@@ -378,7 +378,7 @@ def test_metrics_are_exact_to_float64(world) -> None:
     total = ringjax.allreduce_metrics((1 << 60) + 1, op=ringjax.Sum)
     assert total == ((1 << 60) + 1) * world.size and type(total) is int
     many = ringjax.allreduce_metrics(1 << 62, op=ringjax.Sum)
-    assert many == world.size << 62  # Python's integers do not overflow
+    assert many == world.size << 62  # integers of Python do not overflow
     assert ringjax.allreduce_metrics(world.rank, op=ringjax.Max) == world.size - 1
     assert ringjax.allreduce_metrics(world.rank - 5, op=ringjax.Min) == -5
     product = ringjax.allreduce_metrics(world.rank + 1.0, op=ringjax.Product)
@@ -400,7 +400,7 @@ def test_weighted_metrics(world) -> None:
     values = [r / 7 for r in range(world.size)]
     out = ringjax.allreduce_metrics(values[world.rank], weight=weights[world.rank])
     assert out == pytest.approx(np.average(values, weights=weights), rel=1e-14)
-    # A rank without samples does not count, whatever it says.
+    # The value of a rank with weight 0 does not count.
     weight = 0 if world.rank else 5
     assert ringjax.allreduce_metrics(world.rank + 0.5, weight=weight) == 0.5
     assert math.isnan(ringjax.allreduce_metrics(1.0, weight=0))
@@ -413,7 +413,7 @@ def test_an_integer_on_one_rank_and_a_float_on_another(world) -> None:
 
 
 @SEVERAL
-def test_other_metrics_are_told(world) -> None:
+def test_different_metrics_raise(world) -> None:
     name = "loss" if world.rank else "accuracy"
     with pytest.raises(
         ringjax.errors.Mismatch, match="'accuracy': rank 0 has .* nothing"

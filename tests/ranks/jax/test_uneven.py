@@ -1,6 +1,7 @@
-"""Ranks with unequal amounts of data train what one process with all of it trains.
+"""Ranks with unequal amounts of data train like one process with all data.
 
-Every rank can compute all ranks' data, so the oracle is plain optax on global batches.
+Every rank can compute the data of all ranks, so the expected results come from plain
+optax on global batches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ringjax import eager, errors
 from ringjax.data import even_steps
 from ringjax.xla import jax_private
 
-# Training is that of one process on any number of ranks; the rest has none of its own.
+# Only the comparison with one process runs on several numbers of ranks.
 pytestmark = [
     pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
@@ -37,14 +38,14 @@ def doubles() -> Iterator[None]:
 
 
 def data_of(rank: int, rows: int) -> list[dict[str, Any]]:
-    """A rank's batches; the last one is short, or has no row at all."""
+    """Returns the batches of a rank. The last batch may be short or empty."""
     rng = np.random.default_rng(rank)
     x, y = rng.normal(size=(rows, 3)), rng.normal(size=(rows, 1))
     return [{"x": x[i : i + SIZE], "y": y[i : i + SIZE]} for i in range(0, rows, SIZE)]
 
 
 class Loader:
-    """Batches that come again and again, and whose number is known or not."""
+    """A data loader without a length, which can be iterated many times."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -74,7 +75,7 @@ def start() -> Any:
 
 
 def train_alone(size: int, epochs: int) -> Any:
-    """Trains in one process, with all ranks' rows of a step as its batch."""
+    """Trains in one process, with the rows of all ranks in one batch for each step."""
     params, tx = start(), optax.adam(0.1)
     state = tx.init(params)
     everyone = [data_of(rank, ROWS[rank]) for rank in range(size)]
@@ -126,8 +127,8 @@ def test_training_is_that_of_one_process(world, loader, overlap, jit) -> None:
     )
 
 
-def test_weighing_the_loss_is_the_same(world) -> None:
-    """Weighing the loss, as in docs/train/data.md, equals weighing the gradients."""
+def test_weighting_the_loss_equals_weighting_gradients(world) -> None:
+    """A weighted loss, as in docs/train/data.md, gives the weighted gradients."""
     params = start()
     tx = optax.chain(ringjax.allreduce_grads(ringjax.Sum), optax.adam(0.1))
     state = tx.init(params)
@@ -148,7 +149,7 @@ def test_weighing_the_loss_is_the_same(world) -> None:
     )
 
 
-def test_one_rank_may_know_its_length_and_another_not(world) -> None:
+def test_loaders_with_and_without_length(world) -> None:
     batches = [np.ones((2, 3))] * (world.rank + 1)
     mine = iter(batches) if world.rank == world.size - 1 else batches
     steps = [(batch.shape, mask.tolist()) for batch, mask in even_steps(mine)]
@@ -157,19 +158,19 @@ def test_one_rank_may_know_its_length_and_another_not(world) -> None:
     ] * (world.size - len(batches))
 
 
-def test_nobody_has_data() -> None:
+def test_no_rank_has_data() -> None:
     assert list(even_steps([])) == []
     assert list(even_steps(iter(()))) == []
 
 
-def test_arrays_of_a_device_stay_there(world) -> None:
+def test_device_arrays_stay_on_their_device(world) -> None:
     batches = [jnp.ones((3, 2)), jnp.full((1, 2), 7.0)][: 2 - world.rank % 2]
     for batch, mask in even_steps(batches):
         assert isinstance(batch, jax.Array) and batch.shape == (3, 2)
         assert set(np.asarray(batch).ravel()) <= ({1.0} if mask.sum() != 1 else {7.0})
 
 
-def test_a_batch_without_rows_is_one_that_does_not_count() -> None:
+def test_a_batch_without_rows_has_weight_zero() -> None:
     given = [np.ones((2, 1)), np.ones((0, 1)), np.ones((1, 1))]
     found = [(b.tolist(), m.tolist()) for b, m in even_steps(given)]
     ones = [[1.0], [1.0]]
@@ -199,10 +200,11 @@ def test_a_process_set_has_steps_of_its_own(world) -> None:
 def test_weights_are_exact_also_where_gradients_are_not(
     world, compression, dtype
 ) -> None:
-    # More than any 16 bits can count; whole numbers that every type here can hold.
+    # Weights above 65504, the largest float16. They are integers, which float32 holds
+    # exactly.
     weights = [70_001.0, 0.0, 129.0, 3.0, 70_003.0][: world.size]
     values = [0.25, np.nan, 0.25, 0.25, 0.25][: world.size]
-    if compression == "fp16":  # float16 ends at 65504
+    if compression == "fp16":
         weights = [w / 1024 for w in weights]
     tx = ringjax.allreduce_grads(compression=getattr(ringjax.Compression, compression))
     grads = {"a": jnp.full((3, 5), values[world.rank], dtype), "b": jnp.ones((), dtype)}
@@ -218,14 +220,14 @@ def test_weights_are_exact_also_where_gradients_are_not(
 
 def test_the_sum_of_the_weights_is_not_compressed(world) -> None:
     tx = ringjax.allreduce_grads(compression=ringjax.Compression.bf16)
-    # 1 + 2^-10 is not a bfloat16, and nothing is left of it if it is rounded to one.
+    # bfloat16 would round 1 + 2^-10 to 1.
     weight = (1 + 2.0**-10) * 2.0**10 * world.size
     out, _ = tx.update(jnp.float32(1.0) / weight, tx.init(0.0), weight=weight)
     np.testing.assert_allclose(out, 1.0 / weight, rtol=1e-7)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_nobody_counts(overlap) -> None:
+def test_all_weights_are_zero(overlap) -> None:
     tx = ringjax.allreduce_grads(overlap=overlap)
     grads = {"a": jnp.full(3, jnp.nan), "b": jnp.ones(2, jnp.float16)}
     out, _ = jax.jit(tx.update)(grads, tx.init(grads), weight=0)
@@ -258,7 +260,7 @@ def test_predivided_gradients_have_the_same_average(world) -> None:
     np.testing.assert_allclose(out, np.average(weights - 1, weights=weights), 1e-14)
 
 
-def test_a_rank_that_forgets_its_weight_is_told(world) -> None:
+def test_a_missing_weight_raises(world) -> None:
     tx = ringjax.allreduce_grads()
     extra = {"weight": 3} if world.rank == 0 else {}
     grads = {"a": jnp.ones(2)}
@@ -270,14 +272,14 @@ def test_a_rank_that_forgets_its_weight_is_told(world) -> None:
 
 
 def test_other_ranks_do_not_wait_for_the_compiled_step(world) -> None:
-    """The exchange is on the eager lane, whose names are its own."""
+    """`even_steps` exchanges lengths on the eager lane, not in the compiled step."""
     handle = eager.allreduce_async(1.0, name="beside", op=ringjax.Sum)
     assert len(list(even_steps(iter([np.ones((1, 1))] * 3)))) == 3
     assert eager.synchronize(handle) == world.size
 
 
 def _normed(h: Any, rows: int) -> Any:
-    """Batch norm over the rows of all ranks."""
+    """Normalizes `h` over the rows of all ranks, as batch normalization does."""
     total = ringjax.allreduce(jnp.float64(rows), ringjax.Sum)
     sums = ringjax.allreduce((h.sum(0), (h * h).sum(0)), ringjax.Sum)
     mean, square = sums[0] / total, sums[1] / total
@@ -294,7 +296,7 @@ def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> Non
     own = rows[world.rank]
     w = jnp.asarray(np.random.default_rng(9).normal(size=(3, 2)))
 
-    def loss(w):  # NaN on a rank without rows
+    def loss(w):  # NaN on a rank that has no rows
         return jnp.mean(jnp.tanh(_normed(own @ w, len(own))))
 
     def wanted(w):
@@ -365,7 +367,7 @@ def test_weights_of_gradients_from_another_program(
     assert update(lambda w: jnp.sum((w - ringjax.allreduce(w)) ** 2)) == ""
 
 
-def test_what_is_no_loss_is_refused(world) -> None:
+def test_values_that_are_no_loss_are_refused(world) -> None:
     with pytest.raises(ValueError, match=r"`loss` is float64\[3\], expected one"):
         ringjax.weighted_loss(jnp.ones(3), 1)
     with pytest.raises(ValueError, match=r"`loss` is int64\[\], expected one"):

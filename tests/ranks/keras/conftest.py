@@ -1,4 +1,4 @@
-"""Has pytest rewrite the assertions of checks that files of this folder import."""
+"""Lets pytest rewrite the assertions in the check modules that these tests import."""
 
 import pytest
 

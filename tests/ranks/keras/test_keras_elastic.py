@@ -1,4 +1,4 @@
-"""An elastic job of Keras, like Horovod's example: a rank is lost in fit, one joins.
+"""An elastic Keras job like Horovod's example: a rank is lost in `fit`, another joins.
 
 test_tensorflow_elastic.py tests a loss in a step of TensorFlow, and
 tests/support/keras_callback_checks.py tests resets without a loss.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 from support.elastic_job import Start
 
-# `fit` before `run` makes the optimizer's variables, as the callback does, so that
-# ranks that join and ranks that stay make the same calls.
+# The first `one_step` and the reset callback both call `fit`, because `fit` creates the
+# variables of the optimizer. So all ranks make equal calls, whether they join or stay.
 FIT = """
 os.environ["KERAS_BACKEND"] = "jax"
-sys.modules["sklearn"] = None  # Keras would import it, which takes long
+sys.modules["sklearn"] = None  # stops Keras from importing scikit-learn, which is slow
 import keras
 import ringjax.keras as hvd
 
@@ -40,9 +40,8 @@ class Report(keras.callbacks.Callback):
         say("batch", batch, state.epoch)
 
     def on_epoch_end(self, epoch, logs=None):
-        told = float(os.path.exists(sys.argv[0] + ".stop"))
-        over = hvd.allreduce(told, op=hvd.Max, name="over")
-        model.stop_training = bool(over)
+        stop = float(os.path.exists(sys.argv[0] + ".stop"))
+        model.stop_training = bool(hvd.allreduce(stop, op=hvd.Max, name="stop"))
         say("epoch", state.epoch, self.params["steps"])
 
 callbacks = [
@@ -60,27 +59,27 @@ def train(state):
     )
 
 train(state)
-everything = [*model.weights, *model.optimizer.variables]
-say("end", state.epoch, *(np.asarray(one).tobytes().hex() for one in everything))
+variables = [*model.weights, *model.optimizer.variables]
+say("end", state.epoch, *(np.asarray(v).tobytes().hex() for v in variables))
 """
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_dies_in_fit_and_another_joins_in_fit(
+def test_a_worker_killed_in_fit_is_replaced_in_fit(
     start: Start,
 ) -> None:
-    dies = "call.complete=kill@1#60"  # in the middle of a batch
+    kill = "call.complete=kill@1#60"  # in the middle of a batch
     job = start(
-        2, FIT, env={"RINGJAX_FAILPOINTS": dies, "RINGJAX_CHECK_PARAMETERS": "1"}
+        2, FIT, env={"RINGJAX_FAILPOINTS": kill, "RINGJAX_CHECK_PARAMETERS": "1"}
     )
 
     def alone() -> bool:
         return [size for _, size in job.lines(0, "step")[-3:]] == ["1"] * 3
 
     job.wait_for(alone, "steps of one", 150)
-    assert len(job.lines(1, "step")) > 2, "it died in the training"
+    assert len(job.lines(1, "step")) > 2, "worker 1 was killed before the training"
     job.add()
-    job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of the new one", 150)
+    job.wait_for(lambda: len(job.lines(2, "epoch")) > 2, "epochs of worker 2", 150)
     job.create_flag("stop")
     assert [job.wait(worker, 40) for worker in (0, 2)] == [0, 0]
     steps = [int(step) for step, _ in job.lines(0, "step")]
@@ -92,8 +91,9 @@ def test_a_worker_dies_in_fit_and_another_joins_in_fit(
         assert batches[-6:] == list(range(6)), "an epoch that is counted is complete"
     [[_, size, *began]] = job.lines(2, "begin")
     assert size == "2" and began == job.lines(0, "begin")[-1][2:]
-    # The new rank makes a step alone, and one before it has the state, then the job's.
-    mine = [int(step) for step, _ in job.lines(2, "step")]
-    assert mine == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
+    # Worker 2 makes its first step alone and one in the reset callback, before it has
+    # the state. Then it makes the steps of the job.
+    own = [int(step) for step, _ in job.lines(2, "step")]
+    assert own == [1, 2, *range(int(began[0]) + 1, len(steps) + 1)]
     assert job.lines(0, "end") == job.lines(2, "end") != []
     assert "parameters differ" not in job.logs()

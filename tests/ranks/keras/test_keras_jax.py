@@ -1,8 +1,8 @@
 """ringjax.keras on JAX: all of tests/support/keras_*_checks.py, on two ranks.
 
-All checks run on JAX, where most mistakes show: a train step there changes nothing but
-its arguments. The other backends run the checks of their adapters (keras_smoke.py). No
-code of ringjax.keras runs only on three ranks.
+All checks run on JAX, because its train steps are pure functions, in which most
+mistakes show. The other backends run the checks of their adapters (keras_smoke.py). Two
+ranks suffice because ringjax.keras has no code for three or more ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def test_the_reduction_is_a_part_of_the_compiled_step(world, keras, hvd) -> None:
+def test_the_reduction_is_part_of_the_compiled_step(world, keras, hvd) -> None:
     import jax
 
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
@@ -35,7 +35,7 @@ def test_the_reduction_is_a_part_of_the_compiled_step(world, keras, hvd) -> None
     gradients = [jax.numpy.full(v.shape, float(world.rank)) for v in values]
     step = jax.jit(optimizer.stateless_apply)
     text = step.lower(state, gradients, values).as_text()
-    assert text.count("ringjax_run") == 1  # all gradients in a call
+    assert text.count("ringjax_run") == 1  # all gradients are in one call
     new, _ = step(state, gradients, values)
     for one, before in zip(new, values, strict=True):
         expected = np.asarray(before) - 0.25 * (world.size - 1)

@@ -1,4 +1,4 @@
-"""ringjax.keras on TensorFlow: its adapter, on two ranks; the rest is on JAX."""
+"""ringjax.keras on TensorFlow: only its adapter, on two ranks (see test_keras_jax)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_xla_compiles_the_step_where_it_can(world, keras, hvd, passes) -> None:
+def test_xla_compiles_the_step_if_possible(world, keras, hvd, passes) -> None:
     x, y = all_rows(world.size)
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=passes

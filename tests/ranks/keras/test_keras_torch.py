@@ -1,6 +1,7 @@
-"""ringjax.keras on PyTorch: its adapter, on three ranks; the rest is on JAX.
+"""ringjax.keras on PyTorch: only its adapter, on three ranks. See test_keras_jax.py.
 
-On three ranks a process set of two is not the world; PyTorch is the fastest for it.
+Process sets of two ranks need a third rank, which is not in the set. The tests with
+three ranks are on PyTorch because its processes start fastest.
 """
 
 from __future__ import annotations

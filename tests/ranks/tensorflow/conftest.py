@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    """The module, which only ranks import."""
+    """Returns the module tensorflow, which only ranks import because that is slow."""
     import tensorflow
 
     return tensorflow
@@ -17,7 +17,7 @@ def tf() -> Any:
 
 @pytest.fixture(scope="module")
 def hvd() -> Any:
-    """The module, which only ranks import."""
+    """Returns the module ringjax.tensorflow, which imports TensorFlow."""
     import ringjax.tensorflow
 
     return ringjax.tensorflow

@@ -1,4 +1,4 @@
-"""TensorFlow's data service: one job prepares data, and another trains on them."""
+"""The data service of TensorFlow: one job prepares data, and another trains on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("tensorflow")
 
 
 def serve(world: Any, path: Path, dispatchers: int, **how: bool) -> list[int]:
-    """Returns this rank's numbers of 0 to 63; each rank takes part in both jobs."""
+    """Serves the numbers 0 to 63, and returns those that this rank receives.
+
+    Each rank is a worker of the data service and also a rank of the training job.
+    """
     import tensorflow as tf
 
     from ringjax.tensorflow.data.compute_service import TfDataServiceConfig
@@ -42,7 +45,7 @@ def serve(world: Any, path: Path, dispatchers: int, **how: bool) -> list[int]:
 
 @pytest.fixture
 def path(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A new file, the same for all ranks."""
+    """Returns the path of a new file, which is equal on all ranks."""
     import ringjax
 
     mine = str(tmp_path_factory.mktemp("data") / "config.json")
@@ -51,13 +54,13 @@ def path(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dispatchers", [1, 2])
-def test_every_rank_gets_all_data(world: Any, path: Path, dispatchers: int) -> None:
+def test_every_rank_receives_all_data(world: Any, path: Path, dispatchers: int) -> None:
     assert serve(world, path, dispatchers) == list(range(64))
     assert path.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.ranks(2)
-def test_ranks_share_a_pass(world: Any, path: Path) -> None:
+def test_ranks_share_one_epoch_of_data(world: Any, path: Path) -> None:
     import ringjax
 
     found = ringjax.allgather_object(serve(world, path, 1, reuse_dataset=True))
@@ -65,13 +68,13 @@ def test_ranks_share_a_pass(world: Any, path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_take_turns(world: Any, path: Path) -> None:
+def test_ranks_read_round_robin(world: Any, path: Path) -> None:
     found = serve(world, path, 1, reuse_dataset=True, round_robin=True)
     assert len(found) == 64 and set(found) <= set(range(64))
 
 
 @pytest.mark.ranks(2)
-def test_what_is_refused(world: Any, path: Path) -> None:
+def test_unsupported_arguments_are_refused(world: Any, path: Path) -> None:
     import tensorflow as tf
 
     from ringjax.errors import StartupError

@@ -1,6 +1,6 @@
-"""Elastic training in TensorFlow: states, failures in either mode, a rank that dies.
+"""Elastic training in TensorFlow: states, failures, and a killed worker.
 
-The loop itself, with made-up errors, is in tests/unit/test_elastic.py.
+tests/unit/test_elastic.py tests the loop itself, with simulated errors.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from support.elastic_job import Start
 
-RANKS = pytest.mark.ranks(3)  # two ranks cover no more code than three
+RANKS = pytest.mark.ranks(3)  # three ranks run all code that two ranks run
 pytestmark = pytest.mark.launch("tensorflow")
 
 
 class Trained:
-    """A model with other initial values on each rank, and its state."""
+    """A model that differs between ranks, with its optimizer and its elastic state."""
 
     def __init__(self, world: Any, tf: Any, hvd: Any, mode: str, **more: Any) -> None:
         import keras
 
         self.world, self.tf = world, tf
         keras.utils.set_random_seed(world.rank)
-        # No bias: its gradient would be rounding errors, which Adam amplifies.
+        # The gradient of a bias would be only rounding errors, which Adam amplifies.
         first = keras.layers.Dense(3, use_bias=False)
         layers = [first, keras.layers.BatchNormalization()]
         self.model = keras.Sequential([keras.layers.Input((2,)), *layers])
@@ -88,7 +88,7 @@ def test_a_state_of_variables(world, tf, hvd) -> None:
         assert (state.batch, state.epoch, int(more)) == (20, 10, 1)
     change()
     state.commit()
-    # A write in place would change the saved values, which share the memory.
+    # Saved values may share memory with a variable, so `assign` must not change them.
     variables[0].assign_add(np.ones((2, 2)))
     variables[1].scatter_nd_update([[0]], [5.0])
     state.restore()
@@ -122,7 +122,7 @@ def test_a_state_in_a_session(world, tf, hvd) -> None:
 @RANKS
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("failure", ["raised", "mismatch", "one leaves"])
-def test_training_goes_on_after_a_failure(world, tf, hvd, mode, failure) -> None:
+def test_training_continues_after_a_failure(world, tf, hvd, mode, failure) -> None:
     trained, resets = Trained(world, tf, hvd, mode), []
     trained.state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
@@ -141,7 +141,7 @@ def test_training_goes_on_after_a_failure(world, tf, hvd, mode, failure) -> None
         return state.step
 
     def fail() -> None:
-        # Change the model, as a step that fails in the middle may do.
+        # Change the model, because a step may fail after it has changed the model.
         trained.model.variables[0].assign_add(np.ones((2, 3)) * world.rank)
         if failure == "mismatch":
             graph_of([1 + world.rank], "mismatch")()
@@ -163,7 +163,7 @@ def test_training_goes_on_after_a_failure(world, tf, hvd, mode, failure) -> None
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.ranks(2)
-def test_mistakes_are_not_tried_again(world, tf, hvd) -> None:
+def test_programming_errors_are_not_retried(world, tf, hvd) -> None:
     attempts = []
 
     @hvd.elastic.run
@@ -182,9 +182,9 @@ def test_mistakes_are_not_tried_again(world, tf, hvd) -> None:
         other.restore()
 
 
-# A worker dies in a step of a compiled function and another one joins. No worker starts
-# again from the beginning.
-DYING = """
+# A worker is killed in a step of a compiled function and is replaced. The other workers
+# keep their processes.
+LOST_WORKER = """
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import keras
 import tensorflow as tf
@@ -203,14 +203,14 @@ def step(rows):
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
     return hvd.size_op()
 
-def over():  # the ranks must agree: one of them may check earlier
-    told = tf.constant(float(os.path.exists(sys.argv[0] + ".stop")))
-    return bool(hvd.allreduce(told, op=hvd.Max, name="over"))
+def stopped():  # all ranks must decide equally, but one may see the file earlier
+    stop = tf.constant(float(os.path.exists(sys.argv[0] + ".stop")))
+    return bool(hvd.allreduce(stop, op=hvd.Max, name="stop"))
 
 @hvd.elastic.run
 def train(state):
     say("begin", hvd.rank(), hvd.size(), state.step, int(optimizer.iterations))
-    while not over():
+    while not stopped():
         size = step(tf.ones((3, 2)) * (1.0 + state.step % 3))
         state.step += 1
         say("step", state.step, int(size), int(optimizer.iterations))
@@ -222,9 +222,9 @@ train(state)
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_dies_and_another_comes(start: Start) -> None:
+def test_a_killed_worker_is_replaced(start: Start) -> None:
     job = start(
-        *(2, DYING),
+        *(2, LOST_WORKER),
         env={"RINGJAX_FAILURE_TIMEOUT": "5", "RINGJAX_CHECK_PARAMETERS": "1"},
     )
     job.wait_for(lambda: len(job.lines(0, "step")) > 3, "steps of two", 150)
@@ -232,7 +232,7 @@ def test_a_worker_dies_and_another_comes(start: Start) -> None:
     alone = lambda: any(size == "1" for _, size, _ in job.lines(0, "step"))  # noqa: E731
     job.wait_for(alone, "steps of one", 40)
     job.add()
-    job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of the new one", 150)
+    job.wait_for(lambda: len(job.lines(2, "step")) > 3, "steps of worker 2", 150)
     job.create_flag("stop")
     assert (job.wait(0), job.wait(2)) == (0, 0), job.logs()
     steps = [int(step) for step, _, _ in job.lines(0, "step")]

@@ -82,7 +82,7 @@ def test_broadcast_variables_of_keras(world, tf, hvd) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_a_process_set_has_broadcasts_of_its_own(world, tf, hvd) -> None:
+def test_broadcasts_in_a_process_set(world, tf, hvd) -> None:
     pair = hvd.add_process_set([1, 2])
     variable = tf.Variable(float(world.rank))
     if pair.included():
@@ -96,14 +96,14 @@ def test_a_process_set_has_broadcasts_of_its_own(world, tf, hvd) -> None:
     hvd.remove_process_set(pair)
 
 
-class Thing:
-    """An object that is no plain data, so it travels as a pickle."""
+class Pickled:
+    """A class of the program. Its objects can only be sent by pickle."""
 
     def __init__(self, value: int) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Thing) and other.value == self.value
+        return isinstance(other, Pickled) and other.value == self.value
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -119,7 +119,7 @@ def test_objects(world, tf, hvd) -> None:
     ]
     assert hvd.allgather_object(rows[world.rank], name="rows") == rows
     send = hvd.broadcast_object_fn(root_rank=0, name="bound")
-    assert [send(Thing(world.rank + i)).value for i in range(2)] == [0, 1]
+    assert [send(Pickled(world.rank + i)).value for i in range(2)] == [0, 1]
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         assert hvd.broadcast_object(world.rank, 1, session=session) == 1
         assert hvd.allgather_object("x", session=session) == ["x"] * world.size
@@ -139,7 +139,7 @@ def test_global_variables_of_tensorflow_1(world, tf, hvd) -> None:
         train = tf.compat.v1.train
         with train.MonitoredTrainingSession(hooks=[hook]) as session:
             assert session.run(variable) == 0.0
-    with tf.Graph().as_default():  # another graph, the same hook
+    with tf.Graph().as_default():  # the hook works for another graph, too
         other = tf.compat.v1.get_variable("y", initializer=world.rank + 5.0)
         with train.MonitoredTrainingSession(hooks=[hook]) as session:
             assert session.run(other) == 5.0
@@ -155,7 +155,7 @@ def test_batch_normalization_of_all_batches(world, tf, hvd, mode: str) -> None:
 
     rng = np.random.default_rng(0)
     for shape, axis in [((3,), -1), ((2, 5, 3), -1), ((3, 4), 1)]:
-        # The batches differ in size, and the mean is far from 0.
+        # Batches of different sizes and a mean far from 0 reveal inexact formulas.
         rows = [
             rng.normal(50.0, 2.0, size=(r + 1, *shape)).astype("float32")
             for r in range(world.size)
@@ -212,7 +212,7 @@ def test_batch_normalization_with_a_mask(world, tf, hvd) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_set_of_all_ranks_does_not_outlive_its_world(world, hvd, tf) -> None:
+def test_a_process_set_ends_with_its_world(world, hvd, tf) -> None:
     equal = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=30.0))
     assert hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=equal).numpy()[0] == 2
     hvd.shutdown()

@@ -18,7 +18,7 @@ tf, hvd = in_ranks("tensorflow"), in_ranks("ringjax.tensorflow")
 kernels = in_ranks("ringjax.tensorflow.kernels")
 
 if "RINGJAX_RANK" in os.environ:
-    # Two threads for all graphs. TensorFlow reads it when its first operation runs.
+    # All graphs share two threads. The first operation of TensorFlow reads this.
     os.environ["TF_NUM_INTEROP_THREADS"] = "2"
 
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
@@ -37,7 +37,7 @@ def same(actual: Any, expected: Any) -> None:
 
 
 def test_many_on_two_threads_in_any_order(world) -> None:
-    """Two threads, and each rank begins with other operations: none may block."""
+    """Each rank starts with other operations, so none may block one of two threads."""
     count = 60
     order = list(range(count))
     random.Random(world.rank).shuffle(order)
@@ -63,25 +63,25 @@ def test_many_on_two_threads_in_any_order(world) -> None:
 
 
 def test_operations_do_not_wait_for_each_other(world) -> None:
-    """An operation that needs no result is submitted before others have ended."""
+    """An operation starts before earlier operations of the graph have ended."""
     started = []
 
-    def note(x: np.ndarray) -> np.ndarray:
+    def record(x: np.ndarray) -> np.ndarray:
         started.append(time.monotonic())
         return x
 
     @tf.function(autograph=False)
     def both(x: Any) -> Any:
-        slow = hvd.allreduce(x, name="slow")  # the last rank submits it late on purpose
+        slow = hvd.allreduce(x, name="slow")  # the last rank submits "slow" last
         fast = hvd.allreduce(x + 1, op=hvd.Sum, name="fast")
-        return slow, tf.numpy_function(note, [fast], tf.float32)
+        return slow, tf.numpy_function(record, [fast], tf.float32)
 
     last = world.rank == world.size - 1
 
     @tf.function(autograph=False)
     def late(x: Any) -> Any:
         fast = hvd.allreduce(x + 1, op=hvd.Sum, name="fast")
-        with tf.control_dependencies([tf.numpy_function(note, [fast], tf.float32)]):
+        with tf.control_dependencies([tf.numpy_function(record, [fast], tf.float32)]):
             return hvd.allreduce(tf.identity(x), name="slow"), fast
 
     # If "fast" waited for "slow" on the other ranks, the last rank would hang.
@@ -143,7 +143,7 @@ def test_branches(world) -> None:
 
 
 def test_functions_in_functions(world) -> None:
-    """A line of source becomes several concurrent operations of different shapes."""
+    """One line of source code makes several concurrent operations of other shapes."""
 
     @tf.function(reduce_retracing=False)
     def inner(x: Any) -> Any:
@@ -168,7 +168,7 @@ def test_functions_in_functions(world) -> None:
 
 
 def test_names_and_scopes(world) -> None:
-    """In a graph a name is in its scope, unless `ignore_name_scope` is given."""
+    """In a graph, a name includes its name scope, except with `ignore_name_scope`."""
     x, odd = mine(world), world.rank % 2
 
     @tf.function
@@ -183,13 +183,13 @@ def test_names_and_scopes(world) -> None:
         with tf.name_scope("here"):
             return hvd.allreduce(x, op=hvd.Sum, name="a:0")
 
-    # An eager operation has no scope: it meets the one of the graph by its whole name.
+    # An eager operation has no name scope, so it must use the complete name.
     name = "here/a:0"
     out = hvd.allreduce(x, op=hvd.Sum, name=name) if odd else in_scope(x)
     same(out, np.full(3, added_up(world), np.float32))
 
 
-def test_shapes_are_known_as_far_as_they_can_be(world) -> None:
+def test_static_shapes_are_inferred(world) -> None:
     seen: list[Any] = []
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
@@ -204,13 +204,13 @@ def test_shapes_are_known_as_far_as_they_can_be(world) -> None:
     assert seen == [[None, 4]] * 4 + [[None], []]
 
 
-def test_a_failure_leaves_nothing_behind(world) -> None:
-    """Operations that run in a graph that fails do not disturb later graphs."""
+def test_a_failure_leaks_nothing(world) -> None:
+    """Operations of a failed graph do not disturb later graphs."""
 
     @tf.function
     def fails(x: Any) -> Any:
         good = [hvd.allreduce(x, op=hvd.Sum, name=f"good.{i}") for i in range(8)]
-        with tf.control_dependencies(good):  # so that all ranks begin them
+        with tf.control_dependencies(good):  # all ranks start these operations first
             return hvd.allreduce(tf.ones(1 + world.rank), name="bad")
 
     for _ in range(3):
@@ -249,8 +249,8 @@ def test_functions_in_threads(world) -> None:
         same(results[i], np.full(3, added_up(world) * i, np.float32))
 
 
-def test_unused_results_are_computed_all_the_same(world) -> None:
-    """A rank that uses a result would wait for ranks that do not use it."""
+def test_unused_results_are_still_computed(world) -> None:
+    """Otherwise a rank that uses a result would wait for ranks that do not."""
 
     @tf.function
     def unused(x: Any) -> Any:
@@ -279,7 +279,7 @@ def test_graphs_and_sessions_of_tensorflow_1(world) -> None:
                 session.run(wrong, {x: np.ones(1 + world.rank)})
 
 
-def test_sessions_do_not_wait_for_one_operation_on_all_threads(world) -> None:
+def test_a_session_with_one_thread_does_not_deadlock(world) -> None:
     order = list(range(40))
     random.Random(world.rank).shuffle(order)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -298,7 +298,7 @@ def test_sessions_do_not_wait_for_one_operation_on_all_threads(world) -> None:
 
 
 @pytest.mark.parametrize("use_resource", [False, True])
-def test_variables_of_sessions_are_written_where_they_are(world, use_resource) -> None:
+def test_session_variables_are_updated_in_place(world, use_resource) -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         variables = [
             tf.compat.v1.Variable(mine(world, (n,)), use_resource=use_resource)
@@ -311,21 +311,21 @@ def test_variables_of_sessions_are_written_where_they_are(world, use_resource) -
                 same(value, np.full_like(value, 2.0))
 
 
-def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
+def test_results_that_no_graph_collects_are_dropped(world, monkeypatch) -> None:
     @tf.function(autograph=False)
-    def falls(x: Any) -> Any:
-        out = hvd.allreduce(x, name="falls")
+    def fails(x: Any) -> Any:
+        out = hvd.allreduce(x, name="fails")
         every = tf.compat.v1.get_default_graph().get_operations()
         with tf.control_dependencies([n for n in every if n.type == "RingjaxStart"]):
             slow = tf.numpy_function(lambda: time.sleep(0.2), [], [])
             with tf.control_dependencies([slow]):
-                tf.debugging.Assert(False, ["falls"])
+                tf.debugging.Assert(False, ["fails"])
         return out
 
     if world.rank == 0:
         time.sleep(0.5)  # the graphs of other ranks fail before the operation ends
-    with pytest.raises(tf.errors.InvalidArgumentError, match="falls"):
-        falls(mine(world))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="fails"):
+        fails(mine(world))
     with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
         hvd.allreduce(mine(world), name="not.taken")
         session.run([n for n in graph.get_operations() if n.type == "RingjaxStart"])
@@ -336,4 +336,4 @@ def test_what_no_graph_takes_is_forgotten(world, monkeypatch) -> None:
         kernels.drop_abandoned()
         time.sleep(0.01)
     assert kernels.pending_count() == 0
-    same(hvd.allreduce(mine(world), op=hvd.Sum, name="falls"), [added_up(world)] * 3)
+    same(hvd.allreduce(mine(world), op=hvd.Sum, name="fails"), [added_up(world)] * 3)

@@ -1,6 +1,6 @@
-"""ringjax.tensorflow: every operation eagerly and in a graph, against all ranks' data.
+"""ringjax.tensorflow: every operation eagerly and in a graph, compared with NumPy.
 
-What only graphs have (loops, branches, threads) is in test_tensorflow_graph.py.
+test_tensorflow_graph.py tests loops, branches, threads and sessions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = Callable[..., Any]
 
 @contextlib.contextmanager
 def raises(kind: Any, *texts: str) -> Iterator[None]:
-    """Expects an error whose text has all of these words."""
+    """Expects an error whose text contains all `texts`."""
     with pytest.raises(kind) as caught:
         yield
     for text in texts:
@@ -36,11 +36,11 @@ def raises(kind: Any, *texts: str) -> Iterator[None]:
 
 @pytest.fixture(params=["eager", "graph"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Calls a function as it is, or inside of a `tf.function` of unknown shapes."""
+    """Calls a function directly, or in a `tf.function` with unknown shapes."""
     if request.param == "eager":
         return lambda function, *tensors: function(*tensors)
 
-    traced: dict[Any, Any] = {}  # tracing is slow; test_tensorflow_graph.py tests loops
+    traced: dict[Any, Any] = {}  # a cache, because tracing is slow
 
     def in_graph(function: Callable[..., Any], *tensors: Any) -> Any:
         specs = [tf.TensorSpec(None, tensor.dtype) for tensor in tensors]
@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def draw(rank: int, shape: Sequence[int], dtype: Any = "float32") -> Any:
-    """The input of `rank`: small integers, so that sums are exact in any dtype."""
+    """Returns the input of `rank`: small integers, so that all sums are exact."""
     values = np.random.default_rng(rank).integers(0, 4, shape)
     return tf.cast(tf.constant(values, tf.int64), dtype)
 
@@ -72,7 +72,7 @@ def share(values: Any, world: Any) -> Any:
 
 
 def same(actual: Any, expected: Any) -> None:
-    # numpy cannot take a bfloat16 without dimensions from TensorFlow.
+    # np.asarray does not accept a bfloat16 scalar of TensorFlow.
     expected = np.asarray(getattr(expected, "numpy", lambda: expected)())
     assert isinstance(actual, tf.Tensor)
     assert actual.dtype.as_numpy_dtype == expected.dtype
@@ -80,8 +80,8 @@ def same(actual: Any, expected: Any) -> None:
     np.testing.assert_array_equal(actual.numpy(), expected)
 
 
-def test_every_dtype_there_and_back(world, run: Run) -> None:
-    """Results are written into our memory (allreduce) or the core's (allgather)."""
+def test_every_dtype_round_trips(world, run: Run) -> None:
+    """allreduce fills memory of TensorFlow, allgather returns memory of the core."""
     kinds = [(shape, tf.as_dtype(n)) for n in NUMBERS for shape in ((), (2, 3))]
 
     def both(*xs: Any) -> Any:
@@ -242,7 +242,7 @@ def test_variables(world, run: Run) -> None:
 
 
 def test_gradients(world, run: Run) -> None:
-    """The loss is a weighted sum: rank r gives row i the weight (r + 1) * (i + 1)."""
+    """The loss is a weighted sum: rank r multiplies row i by (r + 1) * (i + 1)."""
     rank, size = world.rank, world.size
 
     def gradient(function: Callable[[Any], Any]) -> Any:
@@ -262,7 +262,7 @@ def test_gradients(world, run: Run) -> None:
     near = np.testing.assert_allclose
     near(gradient(hvd.allreduce), sums / size, rtol=1e-6)
     near(gradient(lambda x: hvd.grouped_allreduce([x, x])[1]), sums / size, rtol=1e-6)
-    # Horovod defines it as this rank's rows of the average of the gradients.
+    # As in Horovod, the gradient of allgather is this rank's rows of the average.
     first = sum(r + 1 for r in range(rank))  # rank r sends r + 1 rows
     mean = ranks.mean() * (np.arange(sum(range(size + 1))) + 1)
     expected = np.zeros(2 * size)
@@ -270,7 +270,7 @@ def test_gradients(world, run: Run) -> None:
     near(gradient(lambda x: hvd.allgather(x[: rank + 1])), expected, rtol=1e-6)
     on_root = sums / size if rank == 1 else np.zeros(2 * size)
     near(gradient(lambda x: hvd.broadcast(x, 1)), on_root, rtol=1e-6)
-    # Rows 2q and 2q + 1 go to rank q and become its rows 2r and 2r + 1.
+    # Rank r sends its rows 2q and 2q + 1 to rank q, where they are rows 2r and 2r + 1.
     there = np.array(
         [(q + 1) * (2 * rank + i + 1) for q in range(size) for i in (0, 1)]
     )
@@ -363,39 +363,39 @@ def test_process_sets(world, run: Run) -> None:
         run(lambda x: hvd.allreduce(x, process_set=pair), x)
 
 
-def test_ranks_that_disagree_are_told_and_go_on(world, run: Run) -> None:
+def test_ranks_that_disagree_raise_and_continue(world, run: Run) -> None:
     odd = world.rank % 2
-    told = tf.errors.FailedPreconditionError
-    with raises(told, "Mismatched shapes of allreduce 'grad'", "rank 1"):
+    mismatch = tf.errors.FailedPreconditionError
+    with raises(mismatch, "Mismatched shapes of allreduce 'grad'", "rank 1"):
         run(lambda x: hvd.allreduce(x, name="grad"), tf.ones((17, 2 + odd)))
-    with raises(told, "Mismatched shapes of allreduce"):
+    with raises(mismatch, "Mismatched shapes of allreduce"):
         run(hvd.allreduce, tf.ones((17, 23 * 57) if odd else (17, 23, 57)))
-    with raises(told, "Mismatched dtypes"):
+    with raises(mismatch, "Mismatched dtypes"):
         run(hvd.allreduce, tf.ones(3, tf.int32 if odd else tf.float32))
     for call in (hvd.allgather, hvd.reducescatter):
-        with raises(told, "Mismatched"):
+        with raises(mismatch, "Mismatched"):
             run(call, tf.ones((2, 2 + odd)))
-        with raises(told, "Mismatched dtypes"):
+        with raises(mismatch, "Mismatched dtypes"):
             run(call, tf.ones(2, tf.int32 if odd else tf.float32))
-    with raises(told, "Mismatched root ranks of broadcast"):
+    with raises(mismatch, "Mismatched root ranks of broadcast"):
         run(lambda x: hvd.broadcast(x, odd), tf.ones(3))
-    with raises(told, "Mismatched shapes of broadcast"):
+    with raises(mismatch, "Mismatched shapes of broadcast"):
         run(lambda x: hvd.broadcast(x, 0), tf.ones(3 + odd))
-    with raises(told, "Mismatched reduce ops"):
+    with raises(mismatch, "Mismatched reduce ops"):
         run(lambda x: hvd.allreduce(x, op=hvd.Max if odd else hvd.Sum), tf.ones(3))
-    with raises(told, "Mismatched numbers of tensors"):
+    with raises(mismatch, "Mismatched numbers of tensors"):
         run(lambda x: hvd.grouped_allreduce([x] * (1 + odd), name="g"), tf.ones(3))
     same(run(lambda x: hvd.allreduce(x, op=hvd.Min), tf.ones(3)), np.ones(3, "f"))
 
 
-def test_errors_are_those_of_ringjax_too(world) -> None:
+def test_errors_are_also_ringjax_errors(world) -> None:
     with raises(Mismatch, "Mismatched shapes"):
         hvd.allreduce(tf.ones(1 + world.rank))
     with raises(HorovodInternalError, "Mismatched shapes"):
         hvd.allreduce(tf.ones(1 + world.rank))
 
 
-def test_what_cannot_be_sent(world, run: Run) -> None:
+def test_unsupported_values_are_refused(world, run: Run) -> None:
     x, as_argument_error = tf.ones(3), tf.errors.InvalidArgumentError
     with raises(as_argument_error, "ringjax.allreduce", "cannot be sent"):
         run(lambda: hvd.allreduce(tf.constant("text"), name="g"))

@@ -1,6 +1,7 @@
-"""Distributed optimizers of TensorFlow 1: eagerly, in functions, in its graphs.
+"""Distributed optimizers of TensorFlow 1: eagerly, in functions and in graphs.
 
-Against one process with all ranks' data. Those of Keras are in test_keras_*.py.
+They must train like one process with all data. test_keras_*.py tests optimizers of
+Keras.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def legacy(tf: Any, kind: str) -> Any:
 def trained(
     tf: Any, kind: str, steps: int, passes: int, op: Callable, ranks: Any
 ) -> Any:
-    """Returns the variables after steps with all ranks' gradients of some passes."""
+    """Trains in one process with the gradients of all ranks; returns the variables."""
     net, optimizer = Net(tf), legacy(tf, kind)
     for step in range(steps):
         parts = [
@@ -162,11 +163,11 @@ def test_local_variables_of_an_optimizer(world, tf, hvd, mode: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["eager", "function", "graph"])
-def test_adasum_combines_how_far_ranks_came(world, tf, hvd, mode: str) -> None:
+def test_adasum_combines_parameter_changes(world, tf, hvd, mode: str) -> None:
     passes = 2
     starts = [variable.numpy() for variable in Net(tf).variables]
     ends = []
-    for rank in range(world.size):  # each rank makes its own step
+    for rank in range(world.size):  # the local step of each rank
         net, optimizer = Net(tf), legacy(tf, "momentum")
         for step in range(passes):
             pairs = net.gradients(tf.constant(batch(rank, step)))
@@ -204,7 +205,7 @@ def test_adasum_combines_how_far_ranks_came(world, tf, hvd, mode: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_variables_of_the_old_kind(world, tf, hvd) -> None:
+def test_reference_variables_of_tensorflow_1(world, tf, hvd) -> None:
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         start = [float(world.rank + 1)]
         variables = [
@@ -219,7 +220,7 @@ def test_variables_of_the_old_kind(world, tf, hvd) -> None:
             train.append(optimizer.minimize(loss, var_list=[variable]))
         session.run(tf.compat.v1.global_variables_initializer())
         session.run(train)
-        # The ranks step by 0.2 and 0.4. Adasum of parallel steps is their mean, too.
+        # The ranks step by 0.2 and 0.4. Adasum of parallel steps is their mean.
         found = np.concatenate(session.run(variables))
         np.testing.assert_allclose(found, [start[0] - 0.3, start[0] - 0.3], rtol=1e-6)
         session.run(hvd.broadcast_global_variables(1))

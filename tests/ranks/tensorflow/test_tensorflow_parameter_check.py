@@ -1,6 +1,6 @@
-"""Variables that differ between ranks: tapes and optimizers of TensorFlow warn.
+"""The parameter check of tapes and optimizers of TensorFlow warns if variables differ.
 
-Those of Keras are in tests/support/keras_parameter_checks.py.
+tests/support/keras_parameter_checks.py tests the optimizers of Keras.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MODES = pytest.mark.parametrize("mode", ["eager", "function", "xla"])
 
 
 class Training:
-    """Two variables, and steps that make them smaller."""
+    """Two variables, and training steps that shrink them."""
 
     def __init__(
         self, mode: str, optimizer: Any = None, name: str = "", **options: Any
     ) -> None:
-        self.one = tf.Variable([1.0, 2.0, 3.0], name=f"{name}one")
+        self.first = tf.Variable([1.0, 2.0, 3.0], name=f"{name}first")
         self.other = tf.Variable(tf.ones([4, 2]), name=f"{name}other")
-        self.variables = [self.one, self.other]
+        self.variables = [self.first, self.other]
         self._optimizer, self._options = optimizer, options
-        take = self._apply if optimizer else self._descend
+        step = self._apply if optimizer else self._descend
         compiled = mode == "xla"
         self._step: Callable[[], Any] = (
-            take if mode == "eager" else tf.function(take, jit_compile=compiled)
+            step if mode == "eager" else tf.function(step, jit_compile=compiled)
         )
 
     def _loss(self) -> Any:
@@ -76,8 +76,8 @@ def legacy(**options: Any) -> Any:
     return hvd.DistributedOptimizer(plain, **options)
 
 
-def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
-    """The broadcast is missing, then made; later one rank's values drift.
+def check_warnings(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
+    """Checks the warnings without a broadcast, after a broadcast, and after drift.
 
     The parameters are compared in every second step.
     """
@@ -88,33 +88,31 @@ def story(world: Any, capfd: Any, training: Training, passes: int = 1) -> None:
     training.broadcast()
     training.run(4 * passes)
     assert read_warnings(capfd) == []
-    training.change(training.one, world.rank == 1)
+    training.change(training.first, world.rank == 1)
     training.run(2 * passes)
-    assert read_warnings(capfd) == warning_of_rank_0(world, 11, "one", 1)
+    assert read_warnings(capfd) == warning_of_rank_0(world, 11, "first", 1)
 
 
 @MODES
-def test_a_tape_tells_who_forgets_the_broadcast(
-    world, capfd, monkeypatch, mode
-) -> None:
+def test_a_tape_reports_a_forgotten_broadcast(world, capfd, monkeypatch, mode) -> None:
     check_every(monkeypatch, 2)
-    story(world, capfd, Training(mode))
+    check_warnings(world, capfd, Training(mode))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("mode", "passes"), [("eager", 2), ("function", 1), ("function", 2)]
 )
-def test_an_optimizer_tells_who_forgets_the_broadcast(
+def test_an_optimizer_reports_a_forgotten_broadcast(
     world, capfd, monkeypatch, mode, passes
 ) -> None:
     check_every(monkeypatch, 2)
     optimizer = legacy(backward_passes_per_step=passes)
-    story(world, capfd, Training(mode, optimizer), passes)
+    check_warnings(world, capfd, Training(mode, optimizer), passes)
 
 
 @pytest.mark.ranks(2)
-def test_in_a_session(world, capfd, monkeypatch) -> None:
+def test_the_check_in_a_session(world, capfd, monkeypatch) -> None:
     check_every(monkeypatch, 2)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         make = tf.compat.v1.get_variable
@@ -135,11 +133,12 @@ def test_the_broadcast_after_the_first_step_is_in_time(
     world, capfd, monkeypatch, mode
 ) -> None:
     check_every(monkeypatch, 1)
-    # Each training counts its own steps. XLA counts by name, so names differ there.
-    names = ("first_", "second_") if mode == "xla" else ("", "")
+    # Each training counts its own steps. With XLA, steps are counted by the names of
+    # variables, so the names must differ.
+    names = ("a_", "b_") if mode == "xla" else ("", "")
     both = [Training(mode, name=name) for name in names]
     for training in both:
-        training.change(training.one, world.rank == 0)
+        training.change(training.first, world.rank == 0)
         training.run(1)
     for training in both:
         training.broadcast()
@@ -150,10 +149,10 @@ def test_the_broadcast_after_the_first_step_is_in_time(
 
 @pytest.mark.ranks(2)
 @MODES
-def test_no_look_if_it_is_off(world, capfd, monkeypatch, mode) -> None:
+def test_no_check_if_it_is_off(world, capfd, monkeypatch, mode) -> None:
     check_every(monkeypatch, 0)
     training = Training(mode)
-    training.change(training.one, world.rank == 0)
+    training.change(training.first, world.rank == 0)
     training.run(4)
     assert read_warnings(capfd) == []
 
@@ -166,7 +165,7 @@ def test_a_process_set_is_compared_within_itself(
     check_every(monkeypatch, 2)
     members = hvd.add_process_set([0, 2])
     training = Training(mode, process_set=members)
-    training.change(training.one, world.rank == 1)
+    training.change(training.first, world.rank == 1)
     training.run(4)
     assert read_warnings(capfd) == []
     training.change(training.other, world.rank == 2)
@@ -177,10 +176,11 @@ def test_a_process_set_is_compared_within_itself(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["eager", "function"])
-def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
+def test_the_wait_for_a_rank_without_the_check_is_limited(
     world, capfd, monkeypatch, mode
 ) -> None:
-    # The limit holds for the first step, too: it must exceed the delay between ranks.
+    # The timeout also applies to the first step, so it must exceed the usual delay
+    # between the ranks.
     members = hvd.add_process_set(hvd.ProcessSet([0, 1], timeout=5.0))
     check_every(monkeypatch, 2 if world.rank == 0 else 0)
     training = Training(mode, process_set=members)
@@ -198,7 +198,7 @@ def test_a_rank_that_does_not_look_is_not_waited_for_for_ever(
 
 
 @pytest.mark.ranks(2)
-def test_what_is_no_variable_is_left_out(world, capfd, monkeypatch) -> None:
+def test_sources_that_are_no_variables_are_skipped(world, capfd, monkeypatch) -> None:
     check_every(monkeypatch, 1)
     own = tf.constant([1.0 + world.rank])
     for _ in range(3):

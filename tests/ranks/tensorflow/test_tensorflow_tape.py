@@ -1,4 +1,4 @@
-"""Tapes on several ranks, compared with one process that has all ranks' data."""
+"""DistributedGradientTape on several ranks equals a tape on the data of all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = pytest.mark.parametrize("mode", ["eager", "function"])
 
 @pytest.mark.ranks(2)
 @MODES
-def test_a_tape_gives_everybodys_gradients(world, tf, hvd, mode: str) -> None:
+def test_a_tape_averages_the_gradients_of_all_ranks(world, tf, hvd, mode: str) -> None:
     net = Net(tf)
     ways = [
         ({}, mean, 1e-5),
@@ -55,7 +55,9 @@ def test_a_tape_gives_everybodys_gradients(world, tf, hvd, mode: str) -> None:
 
 @RANKS
 @MODES
-def test_training_with_a_tape_is_training_with_all_data(world, tf, hvd, mode) -> None:
+def test_training_with_a_tape_equals_training_with_all_data(
+    world, tf, hvd, mode
+) -> None:
     import keras
 
     net, plain = Net(tf, seed=world.rank), Net(tf, seed=0)
@@ -64,7 +66,7 @@ def test_training_with_a_tape_is_training_with_all_data(world, tf, hvd, mode) ->
     reference = keras.optimizers.Adam(0.05)
 
     def step(rows: Any) -> None:
-        def wrap(tape: Any) -> Any:  # Adam leaves rows out of which nothing is known
+        def wrap(tape: Any) -> Any:  # with sparse gradients, Adam skips some rows
             return hvd.DistributedGradientTape(tape, sparse_as_dense=True)
 
         gradients = net.gradients(rows, wrap)
@@ -178,7 +180,7 @@ def test_many_gradients_of_many_dtypes(world, tf, hvd, mode: str) -> None:
 
 @RANKS
 @MODES
-def test_two_tapes_at_once_do_not_mix(world, tf, hvd, mode: str) -> None:
+def test_two_tapes_at_once_are_independent(world, tf, hvd, mode: str) -> None:
     x, y = tf.Variable(1.0), tf.Variable(1.0)
 
     def step(rank: Any) -> Any:
@@ -196,7 +198,7 @@ def test_two_tapes_at_once_do_not_mix(world, tf, hvd, mode: str) -> None:
 
 @RANKS
 @MODES
-def test_ranks_that_disagree_are_told_and_go_on(world, tf, hvd, mode: str) -> None:
+def test_ranks_that_disagree_raise_and_continue(world, tf, hvd, mode: str) -> None:
     variable = tf.Variable(tf.ones(3 + world.rank))
 
     def step() -> Any:

@@ -95,7 +95,7 @@ def test_gradients(world) -> None:
     assert gradient(hvd.reducescatter) == list(range(1, size + 1))
 
 
-def test_what_cannot_be_compiled_is_told_while_tracing(world) -> None:
+def test_operations_that_cannot_be_compiled_raise_while_tracing(world) -> None:
     x = tf.ones(2 * world.size)
 
     def in_loop(x: Any) -> Any:
@@ -114,7 +114,7 @@ def test_what_cannot_be_compiled_is_told_while_tracing(world) -> None:
         compiled(lambda x: hvd.allgather(tf.boolean_mask(x, x > 0)), x)
 
 
-def test_ranks_that_disagree_are_told_and_go_on(world) -> None:
+def test_ranks_that_disagree_raise_and_continue(world) -> None:
     with pytest.raises(tf.errors.OpError, match="ranks disagree"):
         compiled(hvd.allreduce, tf.ones(1 + world.rank))
     out = compiled(lambda x: hvd.allreduce(x, op=hvd.Sum), tf.ones(2))

@@ -1,4 +1,4 @@
-"""SyncBatchNorm against torch.nn.BatchNorm on the batches of all ranks together."""
+"""SyncBatchNorm equals torch.nn.BatchNorm on the batches of all ranks together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batches(size: int, rest: tuple[int, ...], rows: list[int] | None = None) -> 
 
 
 def compare(world: Any, parts: Any, **options: Any) -> None:
-    """Returns outputs, gradients and statistics of two steps and an evaluation."""
+    """Compares outputs, gradients and statistics of two steps and an evaluation."""
     whole = torch.cat(parts)
     ours = hvd.SyncBatchNorm(3, **options).double()
     reference = NORMS[whole.dim()](3, **options).double()
@@ -59,7 +59,7 @@ def compare(world: Any, parts: Any, **options: Any) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("rest", [(), (5,), (2, 3), (2, 1, 2)], ids=str)
-def test_as_one_batch(world, rest: tuple[int, ...]) -> None:
+def test_batch_norm_over_ranks_equals_one_batch(world, rest: tuple[int, ...]) -> None:
     compare(world, batches(world.size, rest))
 
 

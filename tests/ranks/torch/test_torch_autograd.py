@@ -69,14 +69,14 @@ def test_groups(world) -> None:
         for x, w in zip(xs, ws, strict=True):
             close(x.grad, torch.stack(w).sum(0) * scale)
             x.grad = None
-    # The loss uses only one of the results.
+    # Here the loss uses only one of the results.
     outs = hvd.grouped_allreduce(xs, op=hvd.Sum)
     outs[1].sum().backward()
     close(xs[0].grad, torch.zeros_like(xs[0]))
     close(xs[1].grad, torch.full_like(xs[1], world.size))
 
 
-def test_allgather_averages_and_takes_its_rows(world) -> None:
+def test_the_gradient_of_allgather(world) -> None:
     rows = [r + 1 for r in range(world.size)]
     ws = weights(world.size, (sum(rows), 2))
     x = torch.ones(rows[world.rank], 2, dtype=torch.float64)
@@ -90,7 +90,7 @@ def test_allgather_averages_and_takes_its_rows(world) -> None:
     close(gradient(grouped, x, ws[world.rank]), expected)
 
 
-def test_broadcast_averages_at_the_root(world) -> None:
+def test_the_gradient_of_broadcast(world) -> None:
     ws = weights(world.size, (3,))
     for root in range(world.size):
         got = gradient(
@@ -102,12 +102,12 @@ def test_broadcast_averages_at_the_root(world) -> None:
         close(got, mean if world.rank == root else torch.zeros(3).double())
 
 
-def test_alltoall_goes_the_way_back(world) -> None:
+def test_the_gradient_of_alltoall(world) -> None:
     rank, size = world.rank, world.size
     splits = [rank + q for q in range(size)]
     x = torch.ones(sum(splits), dtype=torch.float64)
     received = [r + rank for r in range(size)]
-    # Each result is weighted with the number of the rank that weights it.
+    # Each rank weights its results with its own number.
     w = torch.full((sum(received),), float(rank)).double()
     got = gradient(lambda t: hvd.alltoall(t, splits)[0], x, w)
     back = torch.cat([torch.full((n,), float(q)) for q, n in enumerate(splits)])
@@ -123,7 +123,7 @@ def test_alltoall_goes_the_way_back(world) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_reducescatter_gathers(world, grouped: bool) -> None:
+def test_the_gradient_of_reducescatter(world, grouped: bool) -> None:
     rows = 2 * world.size + 1
     w = [weights(1, (rows, 2))[0] + r for r in range(world.size)]
     parts = [
@@ -143,7 +143,7 @@ def test_reducescatter_gathers(world, grouped: bool) -> None:
     close(gradient(lambda t: run(t, **call), x, mine), 1.5 * whole)
 
 
-def test_twice(world) -> None:
+def test_a_second_derivative(world) -> None:
     x = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)
     y = hvd.allreduce(x**2, op=hvd.Sum).sum()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
@@ -152,7 +152,7 @@ def test_twice(world) -> None:
     close(second, torch.full((2,), 2.0 * world.size).double())
 
 
-def test_no_graph_where_none_is_wanted(world) -> None:
+def test_no_graph_without_requires_grad(world) -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.no_grad():
         assert not hvd.allreduce(x).requires_grad

@@ -42,7 +42,7 @@ def run(start_job: StartJob, folder: Path, ranks: int, *options: str) -> list[st
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_take_the_same(
+def test_all_ranks_choose_the_same_bucket_size(
     start_job: StartJob, tmp_path: Path, ranks: int
 ) -> None:
     log = tmp_path / "log.csv"

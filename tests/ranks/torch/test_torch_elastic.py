@@ -1,7 +1,6 @@
-"""Elastic training in PyTorch, on ranks that all stay: failures, resets, states.
+"""Elastic training in PyTorch without lost ranks: failures, resets and states.
 
-tests/unit/test_elastic.py tests the loop itself, with simulated errors. Ranks that die
-need a launcher that replaces them.
+tests/unit/test_elastic.py tests the loop itself, with simulated errors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RANKS = pytest.mark.ranks(1, 3)
 
 def build(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    # BatchNorm has buffers, which are no parameters.
+    # BatchNorm has buffers, which are not parameters.
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
 
 
@@ -36,7 +35,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class Trained:
-    """Returns a trained model, which differs between ranks, and its state."""
+    """A model that differs between ranks, with its optimizer and its elastic state."""
 
     def __init__(self, world, **extra) -> None:
         self.world = world
@@ -62,7 +61,7 @@ class Trained:
 
 
 @RANKS
-def test_sync_gives_everybody_what_rank_0_has(world) -> None:
+def test_sync_sends_the_state_of_rank_0(world) -> None:
     trained = Trained(world)
     state, expected = trained.state, values(build(seed=0))
     assert state.model is trained.model and state.optimizer is trained.optimizer
@@ -78,7 +77,7 @@ def test_sync_gives_everybody_what_rank_0_has(world) -> None:
 
 
 @RANKS
-def test_restore_brings_back_the_last_commit_again_and_again(world) -> None:
+def test_restore_returns_to_the_last_commit_every_time(world) -> None:
     trained = Trained(world)
     state, scheduler = trained.state, None
     state.sync()
@@ -114,7 +113,7 @@ def test_schedulers_are_restored_and_sent(world) -> None:
 
 
 @RANKS
-def test_another_model_may_take_the_place_of_one(world) -> None:
+def test_a_model_of_the_state_can_be_replaced(world) -> None:
     state = hvd.elastic.TorchState(model=build(seed=0), other=build(seed=1))
     state.model = build(seed=2 + world.rank)
     state.sync()
@@ -127,7 +126,7 @@ def test_another_model_may_take_the_place_of_one(world) -> None:
 
 
 @RANKS
-def test_users_may_handle_their_own_kinds(world) -> None:
+def test_users_can_register_handlers(world) -> None:
     class Counter:
         def __init__(self) -> None:
             self.count = world.rank
@@ -174,7 +173,7 @@ def test_a_failure_in_backward_leaves_the_optimizer_usable(world) -> None:
 
 
 @RANKS
-def test_every_sample_once(world) -> None:
+def test_every_sample_is_used_once(world) -> None:
     data = list(range(23))
     sampler = hvd.elastic.ElasticSampler(data, seed=4)
     state = hvd.elastic.TorchState(sampler=sampler, done=[], fails=1)
@@ -192,7 +191,7 @@ def test_every_sample_once(world) -> None:
                 state.restore()
                 state.fails -= 1  # committed, so the restore in `run` keeps it
                 state.commit()
-                raise hvd.HorovodInternalError("made up")
+                raise hvd.HorovodInternalError("simulated")
 
     train(state)
     assert state.fails == 0
@@ -205,7 +204,7 @@ def test_every_sample_once(world) -> None:
 
 
 @RANKS
-def test_a_mismatch_is_a_failure_like_others(world) -> None:
+def test_a_mismatch_restores_the_last_commit(world) -> None:
     if world.size > 1:
         with pytest.raises(Mismatch):
             hvd.allreduce(torch.ones(1 + world.rank), name="x")

@@ -1,4 +1,4 @@
-"""ringjax.torch: parameters, optimizer states and objects of the root on all ranks."""
+"""ringjax.torch: broadcasts of parameters, optimizer states and objects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OPTIMIZERS: dict[str, Any] = {
 Point = collections.namedtuple("Point", "x y")
 
 
-class Anything:
-    """A class of the program, whose objects must be pickled."""
+class Pickled:
+    """A class of the program. Its objects can only be sent by pickle."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -74,7 +74,7 @@ def test_broadcast_parameters(world, kind: str) -> None:
             assert torch.equal(value, wanted[name])
 
 
-def test_parameters_must_be_some(world) -> None:
+def test_broadcast_parameters_needs_parameters(world) -> None:
     for wrong in (None, 3, "weights", torch.ones(2)):
         with raises(ValueError, "invalid params of type"):
             hvd.broadcast_parameters(wrong, root_rank=0)
@@ -130,7 +130,7 @@ def trained(model: torch.nn.Module, optimizer: Any, steps: int = 2) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "SGD"])
-def test_a_fresh_optimizer_stays_fresh(world, name: str) -> None:
+def test_broadcast_does_not_step_a_new_optimizer(world, name: str) -> None:
     model, alone = model_of(0), model_of(0)
     plain = OPTIMIZERS[name](alone.parameters(), 0.1)
     optimizer = hvd.DistributedOptimizer(
@@ -144,7 +144,7 @@ def test_a_fresh_optimizer_stays_fresh(world, name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_the_roots_state_replaces_whatever_others_have(world) -> None:
+def test_the_state_of_the_root_replaces_all_others(world) -> None:
     model, root = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3)), 1
     optimizer = torch.optim.Adam(
         model.parameters(), lr=0.1, amsgrad=world.rank == root, weight_decay=0.1
@@ -161,7 +161,7 @@ def test_the_roots_state_replaces_whatever_others_have(world) -> None:
     assert same_on_all_ranks(flat(state))
 
 
-def test_a_scheduler_finds_what_the_root_has(world) -> None:
+def test_a_scheduler_continues_from_the_state_of_the_root(world) -> None:
     model = model_of(0)
     plain = torch.optim.SGD(model.parameters(), lr=0.8, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
@@ -210,20 +210,20 @@ def test_sparse_embeddings(world) -> None:
 
 
 def test_objects(world) -> None:
-    """More about sending objects: jax/test_sync.py, unit/test_objects.py."""
+    """jax/test_sync.py and unit/test_objects.py have more tests of objects."""
     plain = {"hello": 123, "rank": world.rank}
     got = hvd.broadcast_object(plain, root_rank=1, name="object")
     assert got == {**plain, "rank": 1}
     assert (got is plain) == (world.rank == 1)
-    thing = hvd.broadcast_object(Anything(world.rank))
-    assert (type(thing), thing.value) == (Anything, 0)
+    pickled = hvd.broadcast_object(Pickled(world.rank))
+    assert (type(pickled), pickled.value) == (Pickled, 0)
     # The other ranks have no argument of that type.
     assert hvd.broadcast_object(Point(1, 2) if world.rank == 0 else None) == (1, 2)
     state = hvd.broadcast_object(model_of(world.rank).state_dict(), 0)
     wanted = model_of(0).state_dict()
     assert all(torch.equal(state[k], wanted[k]) for k in wanted)
-    things = hvd.allgather_object(Anything(world.rank), name="things")
-    assert [t.value for t in things] == list(range(world.size))
+    objects = hvd.allgather_object(Pickled(world.rank), name="objects")
+    assert [o.value for o in objects] == list(range(world.size))
     pair = hvd.add_process_set([1, 2])
     if pair.included():
         assert hvd.broadcast_object([world.rank], 2, process_set=pair) == [2]

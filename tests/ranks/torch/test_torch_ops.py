@@ -1,4 +1,4 @@
-"""ringjax.torch: every operation in every variant, against the tensors of all ranks."""
+"""ringjax.torch: every operation in every variant, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # The first use of torch.testing imports many modules, which takes long.
+    # torch.testing.assert_close would import many modules, which is slow.
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_there_and_back(world, dtype: torch.dtype) -> None:
-    """Results in memory of PyTorch, and in memory of the core."""
+def test_every_dtype_round_trips(world, dtype: torch.dtype) -> None:
+    """allreduce writes into memory of PyTorch, allgather returns memory of the core."""
     for shape in ((), (2, 3)):
         x = draw(world.rank, shape, dtype)
         same(hvd.allreduce(x, op=hvd.Sum), total(world.size, shape, dtype))
@@ -77,7 +77,7 @@ def test_allreduce_in_all_variants(world, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_others_in_all_variants(world, shape: tuple[int, ...]) -> None:
+def test_all_other_operations_in_all_variants(world, shape: tuple[int, ...]) -> None:
     rank, size = world.rank, world.size
     if shape:
         x, rows = draw(rank, shape), torch.cat(list(every(size, shape)))
@@ -249,7 +249,7 @@ def test_compression(world) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_many_in_any_order(world) -> None:
+def test_many_operations_in_any_order(world) -> None:
     count = 200
     order = torch.randperm(
         count, generator=torch.Generator().manual_seed(world.rank)
@@ -312,7 +312,7 @@ def test_process_sets(world) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_disagree_are_told_and_go_on(world) -> None:
+def test_ranks_that_disagree_raise_and_continue(world) -> None:
     odd = world.rank == 1
     with raises(Mismatch, "Mismatched shapes of allreduce 'grad'", "rank 1"):
         hvd.allreduce(torch.ones(17, 2 + odd), name="grad")
@@ -334,7 +334,7 @@ def test_ranks_that_disagree_are_told_and_go_on(world) -> None:
     )
 
 
-def test_what_cannot_be_sent(world) -> None:
+def test_unsupported_values_are_refused(world) -> None:
     x = torch.ones(3)
     with raises(TypeError, "ringjax.allreduce 'g'", "expected a torch.Tensor", "list"):
         hvd.allreduce([1.0], name="g")

@@ -1,7 +1,7 @@
-"""DistributedOptimizer on several ranks, against one process with all their data.
+"""DistributedOptimizer on several ranks trains like one process with all data.
 
-Every rank also trains a reference: an equal model with a plain optimizer, on the
-batches of all ranks. test_torch_training.py tests usage and errors.
+Every rank also trains a reference, an equal model with a plain optimizer, on the
+batches of all ranks. test_torch_training.py tests the usage and the errors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RANKS = pytest.mark.ranks(1, 3)
 
 
 class Net(torch.nn.Module):
-    """Some layers. Ranks use the last `bias` twice; some ranks do not use `spare`."""
+    """A model that uses the bias `last` twice, and the layer `spare` only on demand."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class Twins:
         loss: Callable = lambda model, rank, step: loss_of(model, batch(rank, step)),
         factor: float = 1.0,
     ) -> None:
-        """Makes a step. A rank computes `loss`; the reference adds the losses of all.
+        """Makes steps with the loss of this rank and, in the reference, of all ranks.
 
-        `factor` is for reductions that are no average.
+        `factor` multiplies the loss of the reference if the reduction is no average.
         """
         size = self.world.size
         for _ in range(steps):
@@ -100,10 +100,10 @@ OPTIMIZERS = {
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_it_trains_as_one_process_with_all_data(world, kind: str) -> None:
+def test_training_equals_that_of_one_process_with_all_data(world, kind: str) -> None:
     twins = Twins(world, OPTIMIZERS[kind])
     twins.train()
-    # The division by the root of a tiny square amplifies rounding errors.
+    # Adam divides by the root of a tiny square, which amplifies rounding errors.
     close(twins.model, twins.reference, rtol=1e-4, atol=1e-5)
 
 
@@ -130,7 +130,7 @@ def test_compression(world, name: str) -> None:
     twins.train()
     close(twins.model, twins.reference, rtol=0.05, atol=0.01)
     if world.size > 1:
-        # The gradients were sent as 16 bits: each gradient is rounded before the sum.
+        # Each gradient is rounded to 16 bits before the sum.
         twins.optimizer.zero_grad()
         loss_of(twins.model, batch(world.rank, 9)).backward()
         weight, expected = twins.model.last.weight, 0
@@ -151,7 +151,7 @@ def test_compression(world, name: str) -> None:
 
 @RANKS
 @pytest.mark.parametrize("own_compression", [False, True])
-def test_a_compression_of_the_users(world, own_compression: bool) -> None:
+def test_a_custom_compression(world, own_compression: bool) -> None:
     class Halved:
         @staticmethod
         def compress(tensor):
@@ -220,11 +220,11 @@ def test_ranks_may_use_different_layers(world, wanted) -> None:
 
 
 @RANKS
-def test_buckets_need_not_be_alike(world, monkeypatch) -> None:
+def test_ranks_may_have_different_buckets(world, monkeypatch) -> None:
     twins = Twins(world, sgd)
-    # The ranks have buckets of different sizes: no gradient, all gradients, some.
-    room = [0, 1 << 20, 200][world.rank]
-    monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", room)
+    # The first bucket has one gradient, all gradients or some, depending on the rank.
+    size = [0, 1 << 20, 200][world.rank]
+    monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", size)
     twins.train(6)
     close(twins.model, twins.reference)
 
@@ -256,7 +256,7 @@ def test_frozen_parameters(world) -> None:
     twins = Twins(world, sgd, model)
     twins.train(2)
     assert model.first.weight.grad is None
-    for net in (twins.model, twins.reference):  # after the optimizer was made
+    for net in (twins.model, twins.reference):  # the optimizers exist already
         net.first.requires_grad_(True)
         net.middle.requires_grad_(False)
         net.middle.zero_grad()
@@ -345,14 +345,14 @@ def test_sparse_gradients(world, dense: bool, groups) -> None:
 
 @RANKS
 @pytest.mark.parametrize("dense", [False, True])
-def test_sparse_gradients_that_a_rank_does_not_have(world, dense: bool) -> None:
+def test_sparse_gradients_missing_on_one_rank(world, dense: bool) -> None:
     torch.manual_seed(2)
     model = torch.nn.ModuleList(
         [torch.nn.Embedding(7, 3, sparse=True), torch.nn.Embedding(7, 3, sparse=True)]
     )
 
     def loss(model, rank, step):
-        # All ranks use both in the first step; later each rank uses one of them.
+        # All ranks use both tables in the first step, and later one of the tables.
         tables = model if step == 0 else [model[(rank + step) % 2]]
         x = torch.tensor([[1, 2, 5 - rank]])
         return sum((i + 1) * t(x).square().sum() for i, t in enumerate(tables))

@@ -1,7 +1,7 @@
 """The usage of DistributedOptimizer: steps, clipping, closures, and errors.
 
-test_torch_optimizer.py tests the gradients. Here are the allowed orders of calls, and
-the texts of errors on all ranks after a mistake on one rank.
+These tests are about the allowed orders of calls, and about the errors on all ranks
+after a mistake on one rank. test_torch_optimizer.py tests the gradients.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def test_step_after_synchronize_warns(world) -> None:
 
 
 @RANKS
-def test_a_closure_is_reduced_every_time(world) -> None:
+def test_gradients_are_reduced_at_every_call_of_a_closure(world) -> None:
     class Twice(torch.optim.SGD):
-        """An optimizer that computes gradients one step ahead."""
+        """An optimizer that calls the closure twice in each step."""
 
         def step(self, closure):
             with torch.enable_grad():
@@ -71,13 +71,13 @@ def test_a_closure_is_reduced_every_time(world) -> None:
     model, optimizer, reference, plain = pair(lambda p: Twice(p, lr=0.1))
     for step in range(3):
 
-        def ours(step: int = step):
+        def distributed_closure(step: int = step):
             optimizer.zero_grad()
             loss = loss_of(model, world.rank, step)
             loss.backward()
             return loss
 
-        def theirs(step: int = step):
+        def plain_closure(step: int = step):
             plain.zero_grad()
             loss = mean_loss(reference, world, step)
             loss.backward()
@@ -85,33 +85,34 @@ def test_a_closure_is_reduced_every_time(world) -> None:
 
         if step == 2:  # gradients from before the closure have no effect
             loss_of(model, world.rank, 9).backward()
-        assert optimizer.step(ours).shape == plain.step(theirs).shape == ()
+        losses = optimizer.step(distributed_closure), plain.step(plain_closure)
+        assert losses[0].shape == losses[1].shape == ()
     close(model, reference)
 
 
 @RANKS
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_lbfgs_takes_the_loss_of_all(world, search, reduced: bool) -> None:
+def test_lbfgs_uses_the_loss_of_all_ranks(world, search, reduced: bool) -> None:
     model, optimizer, reference, plain = pair(
         lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5, line_search_fn=search)
     )
 
-    def ours():
+    def distributed_closure():
         optimizer.zero_grad()
         loss = loss_of(model, world.rank, 0)
         loss.backward()
         return hvd.allreduce(loss.detach(), name="loss") if reduced else loss
 
-    def theirs():
+    def plain_closure():
         plain.zero_grad()
         loss = mean_loss(reference, world, 0)
         loss.backward()
         return loss
 
     for _ in range(2):
-        optimizer.step(ours)
-        plain.step(theirs)
+        optimizer.step(distributed_closure)
+        plain.step(plain_closure)
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -139,7 +140,7 @@ def test_zero_grad_is_refused_until_the_last_backward(world) -> None:
 
 
 @SEVERAL
-def test_backward_too_often(world) -> None:
+def test_too_many_calls_of_backward(world) -> None:
     model, optimizer, _, _ = pair(backward_passes_per_step=2)
     for _ in range(2):
         loss_of(model, world.rank, 0).backward()
@@ -150,7 +151,7 @@ def test_backward_too_often(world) -> None:
     optimizer.step()
     optimizer.zero_grad()
     loss_of(model, world.rank, 0).backward()
-    optimizer.step()  # also before the number of passes is reached
+    optimizer.step()  # is allowed before backward_passes_per_step is reached
 
 
 @RANKS
@@ -162,7 +163,7 @@ def test_a_scaler_of_mixed_precision(world) -> None:
         optimizer.zero_grad()
         loss = scaler.scale(loss_of(model, world.rank, step))
         if step == 2 and world.rank == world.size - 1:
-            loss = loss * torch.inf  # on one rank, so the reduced gradient is infinite
+            loss = loss * torch.inf  # one infinite rank makes the average infinite
         loss.backward()
         optimizer.synchronize()
         scaler.unscale_(optimizer)
@@ -186,8 +187,9 @@ def test_a_scaler_of_mixed_precision(world) -> None:
 @RANKS
 def test_schedulers_and_edits_of_options(world) -> None:
     model, optimizer, reference, plain = pair()
-    ours = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    theirs = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, plain)
+    ]
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, world.rank, step).backward()
@@ -195,8 +197,8 @@ def test_schedulers_and_edits_of_options(world) -> None:
         plain.zero_grad()
         mean_loss(reference, world, step).backward()
         plain.step()
-        ours.step()
-        theirs.step()
+        for scheduler in schedulers:
+            scheduler.step()
         for one in (optimizer, plain):
             one.param_groups[0]["momentum"] = 0.5
     close(model, reference)
@@ -213,7 +215,7 @@ def test_state_is_saved_loaded_and_sent(world) -> None:
         plain.zero_grad()
         mean_loss(reference, world, step).backward()
         plain.step()
-    # Rank 0 has a checkpoint; the other ranks begin with other values.
+    # Only rank 0 loads the saved state. The other ranks begin with other values.
     again = build(seed=world.rank + 50)
     other = hvd.DistributedOptimizer(
         torch.optim.Adam(again.parameters(), lr=0.5), again.named_parameters()
@@ -236,7 +238,7 @@ def test_state_is_saved_loaded_and_sent(world) -> None:
 
 
 @SEVERAL
-def test_a_mismatch_fails_on_all_ranks_and_training_goes_on(world) -> None:
+def test_a_mismatch_fails_on_all_ranks_and_training_continues(world) -> None:
     model, optimizer, reference, plain = pair()
     extra = torch.nn.Parameter(torch.ones(2 + world.rank))
     broken = hvd.DistributedOptimizer(
@@ -326,7 +328,7 @@ def test_process_sets(world) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_adasum_combines_how_far_local_steps_go(world, kind: str) -> None:
+def test_adasum_combines_local_parameter_changes(world, kind: str) -> None:
     make = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -353,7 +355,7 @@ def test_adasum_combines_how_far_local_steps_go(world, kind: str) -> None:
 
 
 def adasum(deltas):
-    """Combines the gradients as the paper does, pair by pair."""
+    """Combines parameter changes in pairs, as in the paper about Adasum."""
     if len(deltas) == 1:
         return deltas[0]
     half = [combined(deltas[i], deltas[i + 1]) for i in range(0, len(deltas), 2)]
@@ -368,7 +370,7 @@ def combined(a, b):
 
 
 @pytest.mark.ranks(2)
-def test_adasum_has_its_own_rules(world) -> None:
+def test_limits_of_adasum(world) -> None:
     model, optimizer, _, _ = pair(op=hvd.Adasum, backward_passes_per_step=2)
     loss_of(model, world.rank, 0).backward()
     with pytest.raises(AssertionError, match="zero_grad"):
@@ -386,7 +388,7 @@ def test_adasum_has_its_own_rules(world) -> None:
 
 
 @SEVERAL
-def test_copies_train_on(world) -> None:
+def test_a_copied_optimizer_continues_training(world) -> None:
     model, optimizer, reference, plain = pair()
     models, optimizers = [model], [optimizer]
     for step in range(3):

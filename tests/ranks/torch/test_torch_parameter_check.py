@@ -1,4 +1,4 @@
-"""Parameters of a DistributedOptimizer that differ between ranks: a warning."""
+"""The parameter check of DistributedOptimizer warns if parameters differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFER = "warning: the ranks' parameters differ at step"
 
 
 @pytest.fixture(autouse=True)
-def _look(world, monkeypatch) -> None:
+def _check_every_third_step(world, monkeypatch) -> None:
     check_every(monkeypatch, 3)
 
 
@@ -30,7 +30,7 @@ class Training:
         named = self.model.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(plain, named, **options)
         self._capfd = capfd
-        hvd.join()  # the steps are counted from here on
+        hvd.join()  # restarts the count of steps
 
     def run(self, steps: int) -> list[str]:
         for _ in range(steps):
@@ -55,7 +55,7 @@ def check(world, lines: list[str], step: int, rest: str) -> None:
         )
 
 
-def test_who_forgets_the_broadcast_is_told(world, capfd) -> None:
+def test_a_forgotten_broadcast_is_reported(world, capfd) -> None:
     training = Training(capfd)
     last = world.size - 1
     training.change(2, float(world.rank == last))
@@ -66,7 +66,7 @@ def test_who_forgets_the_broadcast_is_told(world, capfd) -> None:
     assert training.run(5) == []
 
 
-def test_drift_is_noticed(world, capfd) -> None:
+def test_drift_is_reported(world, capfd) -> None:
     training = Training(capfd, op=hvd.Sum)
     assert training.run(2) == []
     training.change(3, float(world.rank == 1))
@@ -76,13 +76,13 @@ def test_drift_is_noticed(world, capfd) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_adasum_looks_too(world, capfd) -> None:
+def test_adasum_checks_parameters_too(world, capfd) -> None:
     training = Training(capfd, op=hvd.Adasum)
     training.change(0, float(world.rank))
     check(world, training.run(1), 0, "'0.weight' of rank 1 is not that of rank 0;")
 
 
-def test_ranks_with_fewer_steps_join_and_count_anew(world, capfd) -> None:
+def test_ranks_that_join_early_restart_their_step_count(world, capfd) -> None:
     training = Training(capfd)
     for _ in range(2):
         assert training.run(0) == []
@@ -98,7 +98,7 @@ def test_ranks_with_fewer_steps_join_and_count_anew(world, capfd) -> None:
     assert training.run(4) == []
 
 
-def test_two_optimizers_and_a_copy_count_each_for_itself(world, capfd) -> None:
+def test_optimizers_count_their_steps_separately(world, capfd) -> None:
     one, two = Training(capfd), Training(capfd)
     two.model = copy.deepcopy(two.model)
     assert one.run(2) == [] and two.run(4) == [] and one.run(2) == []
@@ -120,15 +120,15 @@ def test_a_step_that_one_rank_leaves_out_is_an_error(world, capfd) -> None:
         training.optimizer.zero_grad()
         training.model(torch.ones(2, 3)).square().sum().backward()
 
-    for everybody in (True, False):
+    for all_ranks in (True, False):
         training.run(1)
         backward()
-        if everybody or world.rank == 1:  # rank 1 alone, as after an error there
+        if all_ranks or world.rank == 1:  # only rank 1, as after an error on rank 1
             training.optimizer.synchronize()
         else:
             training.optimizer.step()
         backward()
-        if everybody:  # all ranks have left the step out
+        if all_ranks:
             training.optimizer.step()
         else:
             with pytest.raises(hvd.HorovodInternalError, match="have left it out"):

@@ -1,4 +1,4 @@
-"""Changes of gradients between backward and step, as programs for DDP make them.
+"""Changes of gradients between `backward` and `step`, as in programs for DDP.
 
 Also parameters that not all ranks use, losses that pass through another network, and
 the texts of errors.
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
 RANKS = pytest.mark.ranks(1, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
-TOUCHES = {
+GRADIENT_CHANGES = {
     "clip_norm": lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.05),
     "clip_value": lambda ps: torch.nn.utils.clip_grad_value_(ps, 0.01),
     "divided": lambda ps: [p.grad.div_(4) for p in ps],
@@ -33,16 +33,16 @@ TOUCHES = {
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize("change", GRADIENT_CHANGES)
 @pytest.mark.parametrize("options", ["plain", "fp16", "groups", "unused", "one by one"])
 def test_gradients_may_be_changed_after_backward(
-    world, touch: str, options: str, monkeypatch
+    world, change: str, options: str, monkeypatch
 ) -> None:
     more: dict[str, Any] = {
         "fp16": {"compression": hvd.Compression.fp16},
         "groups": {"groups": 2},
     }.get(options, {})
-    if options == "one by one":  # all gradients are in flight when backward ends
+    if options == "one by one":  # every gradient is sent as soon as it is ready
         monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", world.rank)
     model, optimizer, reference, plain = pair(**more)
     if options == "unused":
@@ -51,11 +51,11 @@ def test_gradients_may_be_changed_after_backward(
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model, world.rank, step).backward()
-        TOUCHES[touch](list(model.parameters()))
+        GRADIENT_CHANGES[change](list(model.parameters()))
         optimizer.step()
         plain.zero_grad()
         mean_loss(reference, world, step).backward()
-        TOUCHES[touch](list(reference.parameters()))
+        GRADIENT_CHANGES[change](list(reference.parameters()))
         plain.step()
     tolerance = 1e-2 if options == "fp16" else 1e-5
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -63,42 +63,42 @@ def test_gradients_may_be_changed_after_backward(
 
 
 @SEVERAL
-@pytest.mark.parametrize("touch", ["clip_norm", "replaced", "dropped", "unscale"])
-def test_a_change_while_gradients_are_under_way_is_an_error(world, touch: str) -> None:
+@pytest.mark.parametrize("change", ["clip_norm", "replaced", "dropped", "unscale"])
+def test_a_change_while_gradients_are_reduced_is_an_error(world, change: str) -> None:
     model, optimizer, _, _ = pair()
-    lonely = torch.nn.Parameter(torch.ones(3))
-    optimizer.add_param_group({"params": [lonely]})
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [extra]})
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss = loss_of(model, world.rank, 0)
-    if world.rank == 1:  # only the loss of this rank uses it
-        loss = loss + lonely.sum()
+    if world.rank == 1:  # only the loss of rank 1 uses the extra parameter
+        loss = loss + extra.sum()
     scaler.scale(loss).backward()
     if world.rank != 1:
         optimizer.step()
-    elif touch == "unscale":
+    elif change == "unscale":
         with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
             scaler.unscale_(optimizer)
         optimizer.step()
     else:
-        TOUCHES[touch]([lonely])
+        GRADIENT_CHANGES[change]([extra])
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(RuntimeError, match=r"noname.1.0.*optimizer.synchronize"):
             optimizer.step()
-        assert all(map(torch.equal, before, model.parameters())), "nothing is stepped"
-    for goes_on in (touch == "unscale", True):
+        assert all(map(torch.equal, before, model.parameters())), "parameters changed"
+    for succeeds in (change == "unscale", True):
         optimizer.zero_grad()
         loss_of(model, world.rank, 1).backward()
-        if goes_on:
+        if succeeds:
             optimizer.step()
-        else:  # rank 1 has made one step less
+        else:  # rank 1 has made one step less than the others
             with pytest.raises(hvd.HorovodInternalError, match="have left it out"):
                 optimizer.step()
 
 
 @SEVERAL
-@pytest.mark.parametrize("touch", ["clip_norm", "unscale"])
+@pytest.mark.parametrize("change", ["clip_norm", "unscale"])
 def test_a_change_of_a_group_that_lacks_gradients_is_an_error(
-    world, touch: str, monkeypatch
+    world, change: str, monkeypatch
 ) -> None:
     check_every(monkeypatch, 0)
     model = build()
@@ -110,11 +110,11 @@ def test_a_change_of_a_group_that_lacks_gradients_is_an_error(
     scaler.scale(loss_of(model, world.rank, 0)).backward()
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=r"before it was reduced.*groups="):
-        if touch == "unscale":
+        if change == "unscale":
             scaler.unscale_(optimizer)
-        TOUCHES[touch](list(model.parameters()))
+        GRADIENT_CHANGES[change](list(model.parameters()))
         optimizer.step()
-    assert all(map(torch.equal, before, model.parameters())), "nothing is stepped"
+    assert all(map(torch.equal, before, model.parameters())), "parameters changed"
     optimizer.step()
     assert unused.grad is None
 
@@ -138,7 +138,7 @@ def test_each_rank_may_use_its_own_parameters_and_synchronize(world) -> None:
 
 @RANKS
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
+def test_a_parameter_that_no_rank_uses_is_unchanged(world, kind: str) -> None:
     make = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -165,45 +165,49 @@ def test_a_parameter_that_no_rank_uses_stays(world, kind: str) -> None:
 @RANKS
 @pytest.mark.parametrize("zero", ["optimizer", "module"])
 def test_another_networks_loss_passes_through(world, zero: str) -> None:
-    """A generator is trained so, through a frozen discriminator."""
+    """Trains a generator through its discriminator, as a GAN does."""
 
-    def train(maker, made, judge, judges, average) -> None:
-        def made_up(rank: int, step: int):
-            return judge(made(batch(rank, step))).mean()
+    def train(g_optimizer, generator, discriminator, d_optimizer, average) -> None:
+        def g_loss(rank: int, step: int):
+            return discriminator(generator(batch(rank, step))).mean()
 
-        def judged(rank: int, step: int):
-            return judge(batch(rank, step)).square().mean()
+        def d_loss(rank: int, step: int):
+            return discriminator(batch(rank, step)).square().mean()
 
         for step in range(3):
-            maker.zero_grad()
-            average(made_up, step).backward()
-            maker.step()
-            (judges if zero == "optimizer" else judge).zero_grad()
-            average(judged, step).backward()
-            judges.step()
+            g_optimizer.zero_grad()
+            average(g_loss, step).backward()
+            g_optimizer.step()
+            (d_optimizer if zero == "optimizer" else discriminator).zero_grad()
+            average(d_loss, step).backward()
+            d_optimizer.step()
 
     def networks() -> list[torch.nn.Module]:
         torch.manual_seed(4)
         return [torch.nn.Linear(4, 4), build()]
 
-    made, judge = networks()
+    generator, discriminator = networks()
     optimizers = [
         hvd.DistributedOptimizer(
             torch.optim.SGD(net.parameters(), lr=0.1),
             [(f"{i}.{name}", p) for name, p in net.named_parameters()],
         )
-        for i, net in enumerate((made, judge))
+        for i, net in enumerate((generator, discriminator))
     ]
-    train(optimizers[0], made, judge, optimizers[1], lambda f, i: f(world.rank, i))
-    alone = networks()
-    plain = [torch.optim.SGD(net.parameters(), lr=0.1) for net in alone]
-    everyone = range(world.size)
     train(
-        *(plain[0], *alone, plain[1]),
-        lambda f, i: sum(f(rank, i) for rank in everyone) / world.size,
+        *(optimizers[0], generator, discriminator, optimizers[1]),
+        lambda loss, step: loss(world.rank, step),
     )
-    close(made, alone[0])
-    close(judge, alone[1])
+    references = networks()
+    plain = [torch.optim.SGD(net.parameters(), lr=0.1) for net in references]
+    train(
+        *(plain[0], *references, plain[1]),
+        lambda loss, step: (
+            sum(loss(rank, step) for rank in range(world.size)) / world.size
+        ),
+    )
+    close(generator, references[0])
+    close(discriminator, references[1])
 
 
 @RANKS
@@ -235,10 +239,10 @@ def test_a_batch_that_failed_on_one_rank_is_dropped_on_all(world) -> None:
 
 
 @SEVERAL
-def test_mistakes_with_a_text_of_their_own(world) -> None:
+def test_programming_errors_have_specific_messages(world) -> None:
     model, optimizer, _, _ = pair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns about this call, too
+        warnings.simplefilter("ignore")  # PyTorch itself warns about create_graph
         with pytest.raises(RuntimeError, match=r"create_graph=True.*autograd.grad"):
             loss_of(model, world.rank, 0).backward(create_graph=True)
     optimizer.zero_grad()
@@ -250,12 +254,12 @@ def test_mistakes_with_a_text_of_their_own(world) -> None:
     with pytest.raises(ValueError, match=r"two optimizers .*'0.bias'.*different names"):
         loss_of(twin, world.rank, 0).backward()
     optimizer.step()
-    loss_of(twin, world.rank, 1).backward()  # the first has made its step
+    loss_of(twin, world.rank, 1).backward()  # allowed after the step of `optimizer`
     second.step()
 
 
 @SEVERAL
-def test_a_rank_without_more_data_joins(world) -> None:
+def test_a_rank_without_more_data_calls_join(world) -> None:
     model, optimizer, _, _ = pair()
     steps = 2 + world.rank
     for step in range(steps):
