@@ -118,14 +118,14 @@ def listed(code: object) -> list[str]:
     ]
 
 
-def test_off_gives_an_empty_list_that_compiles(tmp_path: Path) -> None:
+def test_mode_off_generates_an_empty_list_that_compiles(tmp_path: Path) -> None:
     output = tmp_path / "device_code.cc"
     done = build(output, "--mode", "off", env=environment("/nonexistent"))
     assert done.returncode == 0, done.stderr
     assert images(output) == ["none"]
 
 
-def test_any_bytes_survive_the_cpp_source(tmp_path: Path) -> None:
+def test_any_bytes_round_trip_through_the_cpp_source(tmp_path: Path) -> None:
     every = bytes(range(256)) + b'??="\\\n0123\0' + bytes(range(255, -1, -1))
     sparse = bytes(2000) + every + bytes(700) + b"x" + bytes(511) + b"7" + bytes(512)
     code = build_blob.DeviceCode(
@@ -146,7 +146,7 @@ def test_any_bytes_survive_the_cpp_source(tmp_path: Path) -> None:
     assert len(build_blob.without_zeros(sparse)[1]) < len(sparse) - 3000
 
 
-def test_an_nvcc_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+def test_an_nvcc_that_does_not_run_is_skipped(tmp_path: Path) -> None:
     broken = script(tmp_path / "first" / "nvcc", "echo no driver wrapper here; exit 1")
     toolkit = tmp_path / "toolkit"
     good = fake_nvcc(toolkit / "bin" / "nvcc")
@@ -169,7 +169,7 @@ def test_an_nvcc_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
     ]
 
 
-def test_a_broken_nvcc_first_on_path_ends_no_build(tmp_path: Path) -> None:
+def test_a_broken_nvcc_first_on_path_does_not_fail_the_build(tmp_path: Path) -> None:
     broken = script(tmp_path / "nvcc", "echo no toolkit behind this wrapper; exit 1")
     env = environment(f"{tmp_path}:/usr/bin:/bin", CUDA_PATH=str(tmp_path / "none"))
     # Nothing else may be found: the usual folder and packages are looked into as well.
@@ -195,7 +195,7 @@ def test_a_broken_nvcc_first_on_path_ends_no_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_an_nvcc_that_is_asked_for_must_work(tmp_path: Path, broken: bool) -> None:
+def test_an_nvcc_that_is_requested_must_work(tmp_path: Path, broken: bool) -> None:
     nvcc = tmp_path / "nvcc"
     if broken:
         script(nvcc, "echo out of order; exit 3")
@@ -254,9 +254,7 @@ def test_nvcc_compiles_every_kernel_without_spilling(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_nvcc_gives_the_same_bytes_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvcc_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvcc = working_nvcc()
     monkeypatch.setattr(build_blob, "ARCHITECTURES", (90,))
     first = build_blob.compile_with_nvcc(nvcc)

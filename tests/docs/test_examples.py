@@ -115,7 +115,7 @@ def test_keras_runs_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_says_how_to_go_further(name: str) -> None:
+def test_keras_example_says_how_to_continue(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     assert "ringrun -np" in text
     assert re.search("[Ff]urther", text.split('"""')[1])

@@ -46,12 +46,12 @@ def test_every_cell_runs() -> None:
     assert said[3:] == ["True", "rank 1 failed: ValueError: no such file (exit code 1)"]
 
 
-def test_it_is_kept_without_what_it_printed() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     for cell in _cells("code"):
         assert not cell["outputs"] and cell["execution_count"] is None
 
 
-def test_its_links_lead_somewhere() -> None:
+def test_the_links_of_the_notebook_exist() -> None:
     text = "".join("".join(cell["source"]) for cell in _cells("markdown"))
     targets = [part.partition(")")[0] for part in text.split("](")[1:]]
     assert targets

@@ -117,7 +117,7 @@ def _program(page: str) -> str:
     return "\n".join(parts)
 
 
-def test_what_is_given_belongs_to_a_block() -> None:
+def test_every_prelude_belongs_to_a_block() -> None:
     places = {(page, n) for page, blocks in PAGES.items() for n in range(len(blocks))}
     assert BEFORE.keys() | AFTER.keys() <= places
     assert len(places) > 10

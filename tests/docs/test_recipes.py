@@ -113,7 +113,7 @@ CHECKS = {
 }
 
 
-def test_every_recipe_is_looked_at() -> None:
+def test_every_recipe_is_tested() -> None:
     assert RECIPES.keys() == CHECKS.keys()
     pages = "".join((ROOT / page).read_text() for page in PAGES)
     assert len(RECIPES) == pages.count("```python\n")

@@ -1,4 +1,4 @@
-"""A cluster of Ray on this machine, and actions beside it."""
+"""A Ray cluster on this machine, and threads that run a job on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 MARKS = [
     pytest.mark.timeout(180),
-    # Ray causes these warnings.
+    # Ray itself causes these warnings.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -25,9 +25,9 @@ SMALL: Any = {"object_store_memory": 80 << 20}  # bytes
 
 @contextlib.contextmanager
 def ray_cluster(connect: bool = True, **head: Any) -> Iterator[Cluster]:
-    """A head without room for workers; this process is a driver, if it connects."""
+    """Starts a cluster whose head runs no workers; `connect` makes this a driver."""
     with pytest.MonkeyPatch.context() as patch:
-        # Nodes and workers find the functions of these tests.
+        # Nodes and workers import the functions of these tests.
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
         head = {"num_cpus": 0, "include_dashboard": False, **SMALL, **head}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -40,8 +40,8 @@ def ray_cluster(connect: bool = True, **head: Any) -> Iterator[Cluster]:
             cluster.shutdown()
 
 
-class Aside(threading.Thread):
-    """Runs a function in a thread while the test kills parts of the cluster."""
+class JobThread(threading.Thread):
+    """Runs a job in a thread while the test changes or kills parts of the cluster."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of each framework, and ranks, for the tests of Spark's estimators."""
+"""Models of each framework, and a local backend, for tests of Spark estimators."""
 
 # ruff: noqa: E402
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Keras loads TensorFlow if it is installed, but PyTorch may not be in its process.
+# Stop Keras from importing TensorFlow, which must not share a process with PyTorch.
 os.environ.setdefault("KERAS_BACKEND", "jax")
 sys.modules["tensorflow"] = None  # type: ignore[assignment]
 
@@ -21,8 +21,8 @@ import ringjax
 from ringjax.spark.common.backend import Backend
 
 
-class Here(Backend):
-    """Ranks on this machine, without Spark."""
+class LocalBackend(Backend):
+    """A backend that starts ranks on this machine, without Spark."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,7 +84,7 @@ def torch_estimator(store: Any, **params: Any) -> Any:
 def flax_model() -> Any:
     from flax import nnx
 
-    class Model(nnx.Module):  # defined in this module, so it is pickled by value
+    class Model(nnx.Module):  # a local class, because those are pickled by value
         def __init__(self, rngs: Any) -> None:
             self.first = nnx.Linear(2, 8, rngs=rngs)
             self.second = nnx.Linear(8, 1, rngs=rngs)
@@ -122,7 +122,7 @@ def keras_estimator(store: Any, **params: Any) -> Any:
     size = params["backend"].num_processes()
     given = {
         "model": model,
-        # The learning rate that Adam gets is the same for any number of ranks.
+        # Divided by `size` because the estimator multiplies the rate by the ranks.
         "optimizer": keras.optimizers.Adam(0.01 / size),
         "loss": "binary_crossentropy",
         "metrics": ["accuracy"],

@@ -1,6 +1,7 @@
-"""A small private Grid Engine: one host, this machine, nothing in /etc, no services.
+"""A private Grid Engine with this machine as its only host, without files in /etc.
 
-Needs root, and Debian's packages gridengine-master, gridengine-exec, gridengine-client.
+It needs root and the Debian packages gridengine-master, gridengine-exec and
+gridengine-client.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ qsort_args NONE
 
 
 def missing() -> str:
-    """Names what Grid Engine needs and this machine lacks; "" if nothing."""
+    """Names the missing programs of Grid Engine, or returns "" if none is missing."""
     absent = [name for name in _PROGRAMS if _path(name) is None]
     if absent or not (_LIBRARY / "spoolinit").exists():
         packages = "gridengine-master gridengine-exec gridengine-client"
@@ -54,7 +55,7 @@ def _path(name: str) -> str | None:
 
 
 class GridEngine:
-    """The daemons. Programs that use them need the variables `env`."""
+    """The daemons of Grid Engine. Client programs need the variables `env`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,21 +72,21 @@ class GridEngine:
         }
 
     def start(self) -> None:
-        self._lay_out()
+        self._create_cell()
         self._daemon("sge_qmaster")
         self._retry("qconf", "-ah", self.host)
         self.ask("qconf", "-as", self.host)
-        self._give("-Ae", _HOST.format(host=self.host))
+        self._configure("-Ae", _HOST.format(host=self.host))
         self._daemon("sge_execd")
-        self._give("-Ap", _PE)
+        self._configure("-Ap", _PE)
         template = self.ask("qconf", "-sq").replace("template", "all.q")
         values = {"hostlist": self.host, "pe_list": "ring", "slots": "8"}
         values |= {"load_thresholds": "NONE", "shell": "/bin/sh"}
         lines = (line.split(None, 1) for line in template.splitlines())
-        self._give("-Aq", "\n".join(f"{k} {values.get(k, v)}" for k, v in lines))
+        self._configure("-Aq", "\n".join(f"{k} {values.get(k, v)}" for k, v in lines))
 
-    def _lay_out(self) -> None:
-        """Makes the cell, its spool and its configuration."""
+    def _create_cell(self) -> None:
+        """Creates the cell, its spool and its configuration."""
         folder, common = self.folder, self.folder / "default" / "common"
         for path in (common, *(folder / n for n in ("db", "qmaster", "execd"))):
             path.mkdir(parents=True)
@@ -130,13 +131,13 @@ class GridEngine:
                 )
             )
 
-    def _give(self, option: str, text: str) -> None:
-        file = self.folder / f"given{option}"
+    def _configure(self, option: str, text: str) -> None:
+        file = self.folder / f"config{option}"
         file.write_text(text + "\n")
         self._retry("qconf", option, str(file))
 
     def _retry(self, *words: str) -> None:
-        """Waits until the master answers."""
+        """Repeats a command until the master, which may be starting, accepts it."""
         deadline = time.monotonic() + 20
         while True:
             try:

@@ -48,7 +48,7 @@ def test_slots_come_from_the_parallel_environment(engine: GridEngine) -> None:
 
 
 def _by_qrsh(engine: GridEngine, command: str) -> str:
-    """On a host under another name than this one's, as there is only one."""
+    """Runs a job with a second host, which is another name of this machine."""
     words = f"env AT={{host}} qrsh -inherit -noshell {engine.host}"
     hosts = f"-H localhost:1,other:2 --agent-command '{words}'"
     return engine.run(f"{RINGRUN} {hosts} {command}", 3)
@@ -60,7 +60,7 @@ def test_agents_by_qrsh(engine: GridEngine) -> None:
     assert _ranks(text) == ["0 0 3 ring", "1 0 3 ring", "2 1 3 ring"]
 
 
-def test_a_rank_that_fails(engine: GridEngine) -> None:
+def test_a_failing_rank_ends_the_job(engine: GridEngine) -> None:
     text = _by_qrsh(engine, "sh -c '[ $RINGJAX_RANK != 2 ] || exit 5; sleep 60'")
     assert "ended with 5" in text, text
     assert "rank 2 (other)" in text, text

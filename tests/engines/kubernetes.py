@@ -1,10 +1,10 @@
-"""A small emulated Kubernetes: an API server's objects, controllers, pods that run.
+"""A small emulation of Kubernetes: an API server, controllers, and pods as processes.
 
-The objects are in kmock's emulator, over HTTP. The controllers here know of Jobs,
-JobSets and TrainJobs what the manifests of examples/kubernetes use. A pod is a process
-in namespaces of its own (network, host name, processes) with the environment that its
-manifest says and nothing else, and finds others by name if their Service says so. Needs
-root and `ip`. Not here: scheduling, images, volumes, probes.
+kmock emulates the API server over HTTP. The controllers in this file implement those
+parts of Jobs, JobSets and TrainJobs that the manifests of examples/kubernetes use. A
+pod is a process in its own namespaces (network, host name, processes), with only the
+environment of its manifest. Pods resolve names of other pods as their Service defines.
+Scheduling, images, volumes and probes are not emulated. Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from support.launch import ROOT
 from support.namespaces import Namespaces, address
 
 Object = dict[str, Any]
-PODS = 16  # pods in the life of a cluster: an address is never used again
+PODS = 16  # the most pods of one cluster, because addresses are never used again
 _PATHS = {
     "Service": "api/v1/namespaces/default/services",
     "Secret": "api/v1/namespaces/default/secrets",
@@ -43,13 +43,13 @@ _PATHS = {
     "TrainJob": "apis/trainer.kubeflow.org/v1alpha1/namespaces/default/trainjobs",
 }
 INDEX = "batch.kubernetes.io/job-completion-index"
-# A container's first process: number 1, with a host name and names of its own.
+# The first process of a container has pid 1, its own host name and its own /etc/hosts.
 _INSIDE = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 _UNSHARE = "unshare --uts --mount --pid --fork --kill-child --mount-proc sh -c"
 
 
 def missing() -> str:
-    """The reason why this machine cannot run pods; "" if it can."""
+    """Returns the reason why this machine cannot run pods, or "" if it can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     absent = [name for name in ("ip", "unshare", "mount") if not shutil.which(name)]
@@ -110,7 +110,7 @@ class Pod:
     """A running container.
 
     Attributes:
-        deadline: when it is killed that was told to end.
+        deadline: when the pod is killed, after it was asked to end.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Cluster:
         self._network = Namespaces(PODS, None, f"{os.getpid():x}"[-5:])
         self._network.__enter__()
         self._free: Iterator[int] = iter(range(PODS))
-        self.pods: dict[str, Pod] = {}  # by name; the newest of each
-        self.failures: dict[str, int] = {}  # pod -> number of its failures
+        self.pods: dict[str, Pod] = {}  # the newest pod of each name
+        self.failures: dict[str, int] = {}  # the number of failures of each pod name
         self._closing = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._control, name="controllers")
@@ -178,22 +178,22 @@ class Cluster:
             raise self._error
         return left
 
-    # The actions of users.
+    # -- the actions of users ----------------------------------------------------------
 
     def apply(self, manifest: Object) -> None:
-        """kubectl apply."""
+        """Does what `kubectl apply` does."""
         kind = manifest["kind"]
         self.server.ask("POST", _PATHS[kind], manifest)
         for child in children(manifest):
             self.apply(child)
 
     def scale(self, job: str, count: int) -> None:
-        """kubectl patch, of completions and parallelism together."""
+        """Sets completions and parallelism of a job, like `kubectl patch`."""
         spec = {"completions": count, "parallelism": count}
         self.server.ask("PATCH", f"{_PATHS['Job']}/{job}", {"spec": spec})
 
     def status(self, job: str) -> str:
-        """The status of a job: "Complete", "Failed" or ""."""
+        """Returns the status of a job: "Complete", "Failed" or ""."""
         found = self.server.ask("GET", f"{_PATHS['Job']}/{job}")
         return str(found.get("status", {}).get("phase", ""))
 
@@ -205,7 +205,7 @@ class Cluster:
             time.sleep(0.05)
 
     def output(self, pod: str) -> str:
-        """The output of the newest pod of this name."""
+        """Returns the output of the newest pod of a name."""
         found = self.pods.get(pod)
         return "" if found is None else found.output
 
@@ -213,7 +213,7 @@ class Cluster:
         found = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in found)
 
-    # The controllers.
+    # -- the controllers ---------------------------------------------------------------
 
     def _control(self) -> None:
         try:
@@ -286,7 +286,7 @@ class Cluster:
             pod.kill()
 
     def _resolve(self) -> None:
-        """The names of pods: those that a headless Service selects, a moment late."""
+        """Writes a hosts file with the pods that a headless Service selects."""
         lines = ["127.0.0.1 localhost"]
         for service in self._list("Service"):
             spec, domain = service["spec"], service["metadata"]["name"]
@@ -302,7 +302,7 @@ class Cluster:
                         lines.append(f"{pod.ip} {pod.hostname}.{domain} {pod.hostname}")
         self._names.write_text("\n".join([*lines, ""]))
 
-    # The kubelet.
+    # -- the kubelet -------------------------------------------------------------------
 
     def _start(self, job: Object, index: int) -> None:
         name = f"{job['metadata']['name']}-{index}"
@@ -361,7 +361,7 @@ class Cluster:
 
 
 def children(manifest: Object) -> list[Object]:
-    """The objects that the controllers of JobSet and Trainer make from an object."""
+    """Returns the objects that the controllers of JobSet and Trainer create."""
     if manifest["kind"] == "JobSet":
         return _of_job_set(manifest)
     return []
@@ -400,7 +400,7 @@ def _of_job_set(job_set: Object) -> list[Object]:
 
 
 def job_set_of(train_job: Object, runtime: Object) -> Object:
-    """The JobSet that Trainer makes from a job and its runtime for JAX."""
+    """Returns the JobSet that Trainer creates from a TrainJob and its JAX runtime."""
     name, trainer = train_job["metadata"]["name"], train_job["spec"]["trainer"]
     assert train_job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert runtime["spec"]["mlPolicy"]["jax"] == {}

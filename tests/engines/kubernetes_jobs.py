@@ -1,7 +1,7 @@
-"""Manifests of examples/kubernetes: strictly valid, and run as far as is possible here.
+"""The manifests of examples/kubernetes are valid, and run in emulated pods.
 
-Schemas are those of kubernetes-validate and of Kubeflow's models; what runs the pods is
-in kubernetes.py, as there is no cluster.
+The schemas come from kubernetes-validate and from Kubeflow's models. kubernetes.py
+emulates the cluster.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from support.launch import ROOT, StartJob
 from ringjax.config import Config
 from ringjax.control import launch_environment
 
-_MISSING = "what `make test-engines` installs for Kubernetes is not there"
+_MISSING = "the packages that `make test-engines` installs for Kubernetes are missing"
 validation = pytest.importorskip("kubernetes_validate", reason=_MISSING)
 yaml = pytest.importorskip("yaml", reason=_MISSING)
 models = pytest.importorskip("kubeflow_trainer_api.models", reason=_MISSING)
 pytest.importorskip("kmock", reason=_MISSING)
 
-from engines import kubernetes  # noqa: E402  (needs what was looked for above)
+from engines import kubernetes  # noqa: E402  (imports the packages checked above)
 
 FOLDER = ROOT / "examples" / "kubernetes"
 FILES = sorted(file.name for file in FOLDER.glob("*.yaml"))
@@ -36,14 +36,14 @@ _MODELS = {
     "TrainJob": "TrainerV1alpha1TrainJob",
     "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
 }
-# The keys of an MPIJob of v2beta1, by place. No package on PyPI has its schema.
+# The allowed keys of an MPIJob of v2beta1. No package on PyPI has the schema.
 _MPI_JOB = {
     "spec": {"slotsPerWorker", "sshAuthMountPath", "mpiReplicaSpecs", "runPolicy"}
     | {"mpiImplementation", "launcherCreationPolicy", "runLauncherAsWorker"},
     "replica": {"replicas", "restartPolicy", "template"},
 }
 _WRONG = (AssertionError, ValueError, validation.ValidationError)
-# Tables whose keys users choose, or that no schema describes.
+# Mappings whose keys users choose, or that no schema describes.
 _FREE = ("labels", "selector", "jax", "requests", "limits", "mpiReplicaSpecs")
 needs_pods = [
     pytest.mark.timeout(240),
@@ -59,7 +59,7 @@ def _documents(name: str) -> list[dict[str, Any]]:
 
 
 def _validate(document: dict[str, Any]) -> None:
-    """Raises if anything is wrong or unknown, also in what a template has inside."""
+    """Raises if a key or value is wrong or unknown, also inside of templates."""
     kind = document["kind"]
     if kind in _MODELS:
         model = getattr(models, _MODELS[kind])
@@ -114,7 +114,7 @@ def test_the_manifests_are_valid(name: str) -> None:
 
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where the tables are that have keys of an API's, and not of the user's."""
+    """Yields the paths of all mappings whose keys the API defines, not the user."""
     if isinstance(value, dict):
         if path and path[-1] not in _FREE:
             yield path
@@ -132,16 +132,16 @@ def test_a_wrong_key_is_found_anywhere(name: str) -> None:
             if document["kind"] == "MPIJob" and path[:1] == ("metadata",):
                 continue
             wrong = yaml.safe_load(yaml.safe_dump(document))
-            place = wrong
+            mapping = wrong
             for step in path:
-                place = place[step]
-            place["replicaz"] = 3
+                mapping = mapping[step]
+            mapping["replicaz"] = 3
             with pytest.raises(_WRONG):
                 _validate(wrong)
                 print(f"not noticed: {document['kind']} {path}")
 
 
-def test_pods_learn_their_place() -> None:
+def test_pods_receive_their_rank_and_size() -> None:
     service, job = _documents("indexed-job.yaml")
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
@@ -160,7 +160,7 @@ def test_pods_learn_their_place() -> None:
     assert (info.rank0_host, info.port) == (first, 29400)
 
 
-# The programs in the pods.
+# -- the programs in the pods ----------------------------------------------------------
 
 STATIC = """
 import numpy as np
@@ -170,7 +170,7 @@ ringjax.init()
 total = int(ringjax.allreduce(np.ones(3), op=ringjax.Sum)[0])
 print("rank", ringjax.rank(), "of", ringjax.size(), total, flush=True)
 """
-# Trains until there is a file `end`; says in a file how many there are.
+# Trains until the file `end` exists. Each change of the size is written to a file.
 ELASTIC = """
 import socket, time
 from pathlib import Path
@@ -224,24 +224,24 @@ elastic = pytest.mark.parametrize("cluster", [ELASTIC], indirect=True)
 
 
 def _sizes(folder: Path, host: str) -> list[tuple[int, int, float]]:
-    """The lines of the newest rank on a host: step, size, time."""
+    """Returns the lines of the newest rank on a host: step, size, time."""
     files = sorted(folder.glob(f"size-{host}-*"), key=lambda f: f.stat().st_ctime_ns)
     lines = files[-1].read_text().split("\n")[:-1] if files else []
     return [(int(a), int(b), float(c)) for a, b, c in map(str.split, lines)]
 
 
 def _wait_for(cluster: Any, size: int, hosts: list[str]) -> None:
-    """Until the ranks on these hosts all say that there are so many."""
+    """Waits until the ranks on all `hosts` have reported `size`."""
 
-    def so_many() -> bool:
+    def all_reported() -> bool:
         last = [_sizes(cluster.folder, host)[-1:] for host in hosts]
         return all(each and each[0][1] == size for each in last)
 
-    cluster.wait_for(so_many, f"{size} ranks on {', '.join(hosts)}")
+    cluster.wait_for(all_reported, f"{size} ranks on {', '.join(hosts)}")
 
 
 def _seconds(cluster: Any, host: str, size: int, since: float) -> float:
-    """From then to the first step of so many."""
+    """Returns the seconds from `since` to the first step of `size` ranks."""
     times = [t for _, n, t in _sizes(cluster.folder, host) if n == size and t > since]
     return times[0] - since
 
@@ -261,23 +261,23 @@ class TestStatic:
             cluster.apply(document)
         cluster.wait_for(lambda: cluster.status("train"), "the end")
         assert cluster.status("train") == "Complete", cluster.logs()
-        said = [cluster.pods[f"train-{n}"].output.strip() for n in range(4)]
-        assert said == [f"rank {n} of 4 4" for n in range(4)]
+        outputs = [cluster.pods[f"train-{n}"].output.strip() for n in range(4)]
+        assert outputs == [f"rank {n} of 4 4" for n in range(4)]
 
     def test_a_train_job(self, cluster: Any) -> None:
         runtime, train_job = _documents("trainjob.yaml")
         cluster.apply(kubernetes.job_set_of(train_job, runtime))
         cluster.wait_for(lambda: cluster.status("train-node-0"), "the end")
         assert cluster.status("train-node-0") == "Complete", cluster.logs()
-        said = [cluster.pods[f"train-node-0-{n}"].output.strip() for n in range(4)]
-        assert said == [f"rank {n} of 4 4" for n in range(4)]
+        outputs = [cluster.pods[f"train-node-0-{n}"].output.strip() for n in range(4)]
+        assert outputs == [f"rank {n} of 4 4" for n in range(4)]
 
 
 @elastic
 class TestElastic:
     pytestmark = needs_pods
 
-    def test_a_job_that_changes(self, cluster: Any) -> None:
+    def test_an_elastic_job_grows_and_shrinks(self, cluster: Any) -> None:
         for document in _documents("elastic-job.yaml"):
             cluster.apply(document)
         names = [f"train-{n}" for n in range(6)]
@@ -298,11 +298,11 @@ class TestElastic:
         pause = _seconds(cluster, "train-1", 2, killed)
         print(f"pod 0 killed: the next step after {pause:.2f} s")
         _wait_for(cluster, 3, names[:3])
-        cluster.pods["train-0"].signal(signal.SIGTERM)  # its node is drained
+        cluster.pods["train-0"].signal(signal.SIGTERM)  # as if its node is drained
         _wait_for(cluster, 2, names[1:3])
         _wait_for(cluster, 3, names[:3])
         steps = [step for step, _, _ in _sizes(cluster.folder, "train-1")]
-        assert steps == sorted(steps) and len(steps) > 5  # all from a single process
+        assert steps == sorted(steps) and len(steps) > 5  # pod 1 kept its process
         (cluster.folder / "end").touch()
         cluster.wait_for(lambda: cluster.status("train"), "the end")
         assert cluster.status("train") == "Complete", cluster.logs()
@@ -332,8 +332,7 @@ class TestElastic:
             assert cluster.status(job) == "Complete", cluster.logs()
 
 
-# A stand-in for OpenSSH, with its command line: options, a host, then the words of a
-# command for the login shell.
+# Replaces OpenSSH. The arguments are options, a host, and a command for the shell.
 SSH = """#!/bin/sh
 while :; do case "$1" in -*) shift;; *) break;; esac; done
 shift
@@ -342,7 +341,7 @@ cd / && exec env -u RINGJAX_SECRET sh -c "$*"
 
 
 def test_an_mpi_job(start_job: StartJob, tmp_path: Path) -> None:
-    """The launcher's words, with a stand-in for ssh; the operator writes the script."""
+    """Runs the command of the launcher, and emulates ssh and the operator."""
     (mpi_job,) = _documents("mpijob.yaml")
     roles = mpi_job["spec"]["mpiReplicaSpecs"]
     (launcher,) = roles["Launcher"]["template"]["spec"]["containers"]
@@ -351,13 +350,13 @@ def test_an_mpi_job(start_job: StartJob, tmp_path: Path) -> None:
     assert words[words.index("--slots") + 1] == str(mpi_job["spec"]["slotsPerWorker"])
     script = tmp_path / "discover_hosts.sh"
 
-    def running(*numbers: int) -> None:
+    def write_hosts(*numbers: int) -> None:
         lines = [f"echo train-worker-{n}.train.default.svc" for n in numbers]
         (tmp_path / "new").write_text("\n".join(["#!/bin/sh", *lines, ""]))
         (tmp_path / "new").chmod(0o755)
         (tmp_path / "new").rename(script)
 
-    running(0, 1)
+    write_hosts(0, 1)
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     options = [w if w != "/etc/mpi/discover_hosts.sh" else str(script) for w in words]
@@ -367,9 +366,9 @@ def test_an_mpi_job(start_job: StartJob, tmp_path: Path) -> None:
     }
     job = start_job(2, MEMBER_PROGRAM, env, options[1:-2])
     job.wait_for(1, "epoch 0 start: 1/2")
-    running(0, 1, 2)
+    write_hosts(0, 1, 2)
     job.wait_for(0, "resize: 0/3")
-    running(0, 2)
+    write_hosts(0, 2)
     job.wait_for(0, "resize: 0/2")
     (tmp_path / "end").touch()
     assert job.wait(30) == 0

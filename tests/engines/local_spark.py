@@ -1,4 +1,4 @@
-"""A Spark session on this machine that starts quickly, one for each file of tests."""
+"""A Spark session on this machine with settings for a quick start."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 @contextmanager
 def local_spark(master: str, *, connect: bool = False, **more: str) -> Iterator[Any]:
-    """A session, which is stopped at the end.
+    """Starts a session, which is stopped at the end.
 
     Args:
         master: `local[2]` or `local-cluster[2,2,512]`.
-        connect: by Spark Connect, with a server that is started for it.
-        more: settings.
+        connect: whether to start a server of Spark Connect, and to connect to it.
+        more: settings of Spark.
     """
     from pyspark.sql import SparkSession
 

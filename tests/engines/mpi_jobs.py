@@ -46,7 +46,7 @@ def _here(launcher: Launcher) -> Launcher:
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[list[str]]:
-    """Its words; nothing of it may be left behind."""
+    """Yields the command of the program; checks that no process remains afterwards."""
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)
     yield [sys.executable, str(path)]
@@ -81,7 +81,9 @@ def test_allreduce(launcher: Launcher, program: list[str], np: int) -> None:
     assert _ranks(text) == _all(np), text
 
 
-def test_two_jobs_do_not_meet(launcher: Launcher, program: list[str]) -> None:
+def test_two_jobs_at_once_are_independent(
+    launcher: Launcher, program: list[str]
+) -> None:
     jobs = [launcher.start(2, *program, "end") for _ in range(2)]
     for job in jobs:
         text, _ = job.communicate(timeout=90)
@@ -90,7 +92,9 @@ def test_two_jobs_do_not_meet(launcher: Launcher, program: list[str]) -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_rank_that_fails(launcher: Launcher, program: list[str], how: str) -> None:
+def test_a_failing_rank_ends_the_job(
+    launcher: Launcher, program: list[str], how: str
+) -> None:
     begin = time.monotonic()
     code, text = launcher.run(3, *program, how)
     assert code != 0

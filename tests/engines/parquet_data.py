@@ -1,4 +1,4 @@
-"""Data for the tests of Spark's estimators: Parquet files, made without Spark."""
+"""Parquet files for the tests of Spark estimators, written without Spark."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def table(rows: int = ROWS, seed: int = 0) -> Any:
 
 
 def stored(folder: Path) -> Any:
-    """A store with rows in three files, in row groups of 13, and 20 validation rows."""
+    """Makes a store: three files with row groups of 13, and 20 validation rows."""
     found = Store.create(str(folder / "a store"))
     for path, whole, files in (
         (found.get_train_data_path(), table(), 3),

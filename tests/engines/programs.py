@@ -1,4 +1,7 @@
-"""Functions that the workers of these tests run. Each function is pickled alone."""
+"""Functions that the workers of these tests run.
+
+Each function imports what it needs, because it is pickled without this module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def allreduce(scale: float = 1.0) -> tuple[int, int, int, float]:
 
 
 def fails(rank: int, how: str) -> None:
-    """Raises or dies on `rank` while the other ranks wait for this rank."""
+    """Raises or is killed on `rank` while the other ranks wait for this rank."""
     import ringjax
 
     ringjax.init()
@@ -32,9 +35,10 @@ def fails(rank: int, how: str) -> None:
 
 
 def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
-    """An elastic training; says in files who it is and how large the job is.
+    """Trains elastically, until step `steps` or until the file `stop` is in the folder.
 
-    It ends after so many steps, or when there is a file `stop` in the folder.
+    At each change of its size, a process appends its rank, the size and the time to a
+    file in the folder. The name of the file is the id of the process.
     """
     import numpy as np
 
@@ -79,9 +83,10 @@ def wait_for_sizes(folder: Path, size: int, count: int, seconds: float = 60) -> 
 
 
 def train_until(folder: str) -> list[tuple[int, float]]:
-    """An elastic training that ends when there is a file `stop`.
+    """Trains elastically until the file `stop` is in the folder.
 
-    Returns, and keeps in files, the size of the job and the time where it changed.
+    Returns the sizes of the job and the times of their changes, which are also written
+    to files as in `train`.
     """
     import numpy as np
 
@@ -108,7 +113,7 @@ def train_until(folder: str) -> list[tuple[int, float]]:
 
 
 def next_steps(folder: Path, since: float) -> list[float]:
-    """Seconds to the next step of each process whose job became smaller."""
+    """Returns the seconds to the next step of each process whose job became smaller."""
     found = []
     for file in folder.glob("[0-9]*"):
         lines = [line.split() for line in file.read_text().splitlines()]

@@ -1,7 +1,7 @@
-"""Losses of a running job on Ray: workers, nodes, a node's daemon, the driver.
+"""Losses in a running job on Ray: workers, nodes, the raylet of a node, the driver.
 
-`KILLS=20 SEED=7 pytest -s tests/engines/ray_failures.py -k random` is how the times in
-docs/developers/engine-tests.md were measured.
+The times in docs/developers/engine-tests.md were measured by
+`KILLS=20 SEED=7 pytest -s tests/engines/ray_failures.py -k random`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 import ray
 from engines import programs
-from engines.clusters import MARKS, SMALL, Aside, ray_cluster
+from engines.clusters import MARKS, SMALL, JobThread, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
 
 pytestmark = MARKS
-ONE = {"num_cpus": 1, "resources": {"one": 1}, **SMALL}  # a node for one worker
+ONE_WORKER_NODE = {"num_cpus": 1, "resources": {"one": 1}, **SMALL}
 NEEDS = {"CPU": 1, "one": 1}
 SIZE = 3
 KILLS = int(os.environ.get("KILLS", "4"))
@@ -35,11 +35,11 @@ KILLS = int(os.environ.get("KILLS", "4"))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster with a node for each worker, which gives up silent nodes sooner."""
-    soon = {"health_check_period_ms": 1000, "health_check_timeout_ms": 1000}
-    with ray_cluster(_system_config=soon) as cluster:
+    """A cluster with a node for each worker, and short timeouts for silent nodes."""
+    timeouts = {"health_check_period_ms": 1000, "health_check_timeout_ms": 1000}
+    with ray_cluster(_system_config=timeouts) as cluster:
         for _ in range(SIZE):
-            cluster.add_node(**ONE)
+            cluster.add_node(**ONE_WORKER_NODE)
         yield cluster
 
 
@@ -70,9 +70,9 @@ def fit(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[Aside]:
+def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[JobThread]:
     """Runs an elastic job with a worker on each node, until the block ends."""
-    job = Aside(lambda: start(folder))
+    job = JobThread(lambda: start(folder))
     try:
         programs.wait_for_sizes(folder, SIZE, SIZE)
         yield job
@@ -92,7 +92,7 @@ def pids(folder: Path, size: int, since: float) -> dict[int, float]:
     return found
 
 
-def in_a_job_of(size: int, folder: Path, since: float) -> dict[int, float]:
+def wait_for_size(size: int, folder: Path, since: float) -> dict[int, float]:
     """Waits until `pids` finds `size` processes, and returns them."""
 
     def all_of_them() -> dict[int, float] | None:
@@ -119,45 +119,46 @@ def test_random_kills(
     cluster: Cluster, tmp_path: Path, start: Any, kinds: tuple[str, ...]
 ) -> None:
     """The other workers finish their step, and lost workers are soon replaced."""
-    dice = random.Random(int(os.environ.get("SEED", "1")))
-    taken: dict[str, list[float]] = {}
+    rng = random.Random(int(os.environ.get("SEED", "1")))
+    durations: dict[str, list[float]] = {}
     with training(tmp_path, start) as job:
         living = set(pids(tmp_path, SIZE, 0))
         for turn in range(KILLS):
-            # Workers that fail soon after their start are replaced after pauses.
-            time.sleep(dice.uniform(3, 4))
+            # A worker that fails soon after its start would be replaced only after a
+            # pause.
+            time.sleep(rng.uniform(3, 4))
             kind = kinds[turn % 2]
             begin = time.time()
             if kind == "node":
-                node = dice.choice(list(cluster.worker_nodes))
+                node = rng.choice(list(cluster.worker_nodes))
                 cluster.remove_node(node, allow_graceful=False)
-            victims = {"node": [], "all": living, "worker": [dice.choice([*living])]}
+            victims = {"node": [], "all": living, "worker": [rng.choice([*living])]}
             for pid in victims[kind]:
                 os.kill(pid, signal.SIGKILL)
             left: dict[int, float] = {}
             if kind != "all":
-                left = in_a_job_of(SIZE - 1, tmp_path, begin)
-                assert left.keys() < living, "a survivor has begun anew"
+                left = wait_for_size(SIZE - 1, tmp_path, begin)
+                assert left.keys() < living, "a survivor was restarted"
                 seconds = max(left.values()) - begin
-                taken.setdefault(f"{kind} killed, next step", []).append(seconds)
+                durations.setdefault(f"{kind} killed, next step", []).append(seconds)
             if kind == "node":
-                cluster.add_node(**ONE)
-            back = in_a_job_of(SIZE, tmp_path, max([begin, *left.values()]))
+                cluster.add_node(**ONE_WORKER_NODE)
+            back = wait_for_size(SIZE, tmp_path, max([begin, *left.values()]))
             assert left.keys() < back.keys()
             living = set(back)
             seconds = max(back.values()) - begin
-            taken.setdefault(f"{kind} killed, as before", []).append(seconds)
+            durations.setdefault(f"{kind} killed, full size", []).append(seconds)
             print(kind, f"{seconds:.2f} s")
     job.end()
-    for what, found in taken.items():
+    for title, found in durations.items():
         ms = sorted(round(1000 * seconds) for seconds in found)
-        print(f"{what}: median {statistics.median(ms)} ms, most {ms[-1]} of {len(ms)}")
+        print(f"{title}: median {statistics.median(ms)} ms, most {ms[-1]} of {len(ms)}")
 
 
-def test_a_paused_daemon_of_a_node_stops_nobody(
+def test_a_paused_raylet_does_not_stop_the_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The worker trains on; when Ray gives its node up, the job does without it."""
+    """The worker continues until Ray declares its node dead; then the job shrinks."""
     with training(tmp_path) as job:
         living = set(pids(tmp_path, SIZE, 0))
         node = next(iter(cluster.worker_nodes))
@@ -166,20 +167,20 @@ def test_a_paused_daemon_of_a_node_stops_nobody(
         os.kill(raylet, signal.SIGSTOP)
         try:
             time.sleep(3)
-            assert not pids(tmp_path, SIZE - 1, begin), "the job noticed"
+            assert not pids(tmp_path, SIZE - 1, begin), "the job has shrunk"
             os.kill(raylet, signal.SIGCONT)
             time.sleep(1)
-            assert not pids(tmp_path, SIZE - 1, begin), "the job noticed"
+            assert not pids(tmp_path, SIZE - 1, begin), "the job has shrunk"
             begin = time.time()
             os.kill(raylet, signal.SIGSTOP)
-            left = in_a_job_of(SIZE - 1, tmp_path, begin)
-            print(f"given up after {max(left.values()) - begin:.1f} s")
+            left = wait_for_size(SIZE - 1, tmp_path, begin)
+            print(f"declared dead after {max(left.values()) - begin:.1f} s")
             assert left.keys() < living
         finally:
             os.kill(raylet, signal.SIGCONT)
         cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(**ONE)
-        in_a_job_of(SIZE, tmp_path, max(left.values()))
+        cluster.add_node(**ONE_WORKER_NODE)
+        wait_for_size(SIZE, tmp_path, max(left.values()))
     job.end()
 
 
@@ -213,7 +214,7 @@ def test_no_worker_outlives_its_driver(
         driver.communicate()
 
 
-def test_a_node_that_is_lost_between_room_and_start(
+def test_a_node_lost_between_reservation_and_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Actors of a ready placement group never start, so their start has a deadline."""
@@ -222,13 +223,13 @@ def test_a_node_that_is_lost_between_room_and_start(
     node = cluster.add_node(num_cpus=1, resources={"rare": 1}, **SMALL)
     create = strategy.create_placement_group
 
-    def and_then_lose_it(*args: Any) -> Any:
+    def create_and_lose_node(*args: Any) -> Any:
         group = create(*args)
         cluster.remove_node(node, allow_graceful=False)
         wait_for(lambda: "rare" not in ray.cluster_resources())
         return group
 
-    monkeypatch.setattr(strategy, "create_placement_group", and_then_lose_it)
+    monkeypatch.setattr(strategy, "create_placement_group", create_and_lose_node)
     monkeypatch.setattr(strategy, "_PROCESSES", 0)
     with pytest.raises(
         TimeoutError, match=r"1 of 1 workers .* have not started .* missing: rare: 1"

@@ -1,4 +1,4 @@
-"""Horovod's names on a real cluster: a client, GPUs, a discovery of the program."""
+"""Horovod's API for Ray on a real cluster: a client, GPUs, custom host discoveries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 from engines import programs
-from engines.clusters import MARKS, SMALL, Aside, ray_cluster
+from engines.clusters import MARKS, SMALL, JobThread, ray_cluster
 from ray.cluster_utils import Cluster
 
 import ringjax.ray
@@ -30,7 +30,7 @@ from ringjax.runner.elastic.discovery import HostDiscovery
 pytestmark = MARKS
 HOSTS = {f"node:host-{n}": 1 for n in range(4)}
 SETTINGS = {"placement_group_timeout_s": 5}
-# The driver is a client, so an actor on the cluster does its work.
+# The driver is a Ray client, so an actor on the cluster manages the job.
 CLIENT = """
 import os, sys, tempfile, time
 
@@ -42,7 +42,7 @@ from ringjax.ray import ray_logger
 
 try:
     ray.init(sys.argv[1])
-except ConnectionAbortedError:  # Ray's server gives its own process 30 s to start
+except ConnectionAbortedError:  # the server aborts if its process needs over 30 s
     ray.init(sys.argv[1])
 assert ray.util.client.ray.is_connected()
 os.environ["RINGJAX_HEARTBEAT_INTERVAL"] = "0.7"
@@ -98,9 +98,9 @@ while ray.available_resources().get("CPU") != 4:
 
 folder = tempfile.mkdtemp()
 settings = ringjax.ray.ElasticRayExecutor.create_settings(min_np=2)
-executor = ringjax.ray.ElasticRayExecutor(settings, env_vars={"OURS": "yes"})
+executor = ringjax.ray.ElasticRayExecutor(settings, env_vars={"DRIVER": "yes"})
 executor.start()
-found = executor.run(lambda: (programs.train(folder, 20)["rank"], os.environ["OURS"]))
+found = executor.run(lambda: (programs.train(folder, 20)["rank"], os.environ["DRIVER"]))
 assert found == [(rank, "yes") for rank in range(4)], found
 print("done")
 """
@@ -157,7 +157,7 @@ def test_fewer_gpus_than_workers(cluster: Cluster) -> None:
 
 
 def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
-    """An existing group is used as in Horovod's tests: without a GPU, in an actor."""
+    """Uses an existing group as Horovod's tests do: in an actor, without a GPU."""
     group, bundles = create_placement_group({"CPU": 1, "GPU": 0}, 2, 30, "PACK")
     assert bundles == [{"CPU": 1, "GPU": 0}] * 2
 
@@ -186,7 +186,7 @@ def test_the_placement_group_of_the_driver(cluster: Cluster) -> None:
 
 
 def test_strategies(cluster: Cluster) -> None:
-    """Strategies start workers without an executor."""
+    """A strategy starts workers without an executor."""
     settings = RayExecutor.create_settings(**SETTINGS)
     needs: dict[str, Any] = {"cpus_per_worker": 1, "gpus_per_worker": 1}
     needs |= {"settings": settings, "use_gpu": True}
@@ -208,8 +208,8 @@ def test_strategies(cluster: Cluster) -> None:
         ColocatedStrategy(num_hosts=2, num_workers_per_host=1, **needs).create_workers()
 
 
-def test_a_backend_of_ones_own(cluster: Cluster) -> None:
-    """Forms a job like Ray's backend for Horovod: actors, coordinator, variables."""
+def test_a_custom_backend(cluster: Cluster) -> None:
+    """Starts a job as Ray's Horovod backend does: actors, coordinator, variables."""
     settings = RayExecutor.create_settings(timeout_s=30)
     coordinator = Coordinator(settings)
     workers = [ray.remote(num_cpus=1)(BaseHorovodWorker).remote(n, 2) for n in (0, 1)]
@@ -238,8 +238,8 @@ def _allreduce(_: Any) -> Any:
     return programs.allreduce()
 
 
-class Offered(HostDiscovery):
-    """A discovery whose hosts the test changes."""
+class ChangingHosts(HostDiscovery):
+    """A host discovery whose hosts the test changes."""
 
     def __init__(self, **hosts: int) -> None:
         self.hosts: Mapping[str, int] = hosts
@@ -249,9 +249,9 @@ class Offered(HostDiscovery):
 
 
 @pytest.mark.parametrize("kind", ["RayExecutor", "ElasticRayExecutor"])
-def test_hosts_of_ones_own(cluster: Cluster, tmp_path: Path, kind: str) -> None:
-    """Workers start and end with the offered hosts; the other workers stay."""
-    offered = Offered(host_1=1)
+def test_a_custom_host_discovery(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """Workers start and end with the discovered hosts; the other workers stay."""
+    discovery = ChangingHosts(host_1=1)
     executor: Any
     if kind == "RayExecutor":
         settings: Any = RayExecutor.create_settings()
@@ -261,17 +261,17 @@ def test_hosts_of_ones_own(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     else:
         settings = ringjax.ray.ElasticRayExecutor.create_settings(max_num_proc=3)
         executor = ringjax.ray.ElasticRayExecutor(settings, override_discovery=False)
-    settings.discovery = offered
+    settings.discovery = discovery
     executor.start()
-    job = Aside(lambda: executor.run(lambda: programs.train(str(tmp_path), 10**6)))
+    job = JobThread(lambda: executor.run(lambda: programs.train(str(tmp_path), 10**6)))
     try:
         programs.wait_for_sizes(tmp_path, 1, 1)
         first = {int(file.name) for file in tmp_path.iterdir()}
-        offered.hosts = {"host_1": 1, "host_2": 2, "host_3": 1}
+        discovery.hosts = {"host_1": 1, "host_2": 2, "host_3": 1}
         programs.wait_for_sizes(tmp_path, 3, 3)
-        offered.hosts = {"host_1": 1, "host_3": 1}
+        discovery.hosts = {"host_1": 1, "host_3": 1}
         programs.wait_for_sizes(tmp_path, 1, 1)
-        offered.hosts = {"host_1": 2}
+        discovery.hosts = {"host_1": 2}
         programs.wait_for_sizes(tmp_path, 2, 2)
     finally:
         (tmp_path / "stop").touch()

@@ -1,4 +1,4 @@
-"""Jobs on a real local cluster of Ray: results, failures, lost nodes."""
+"""Jobs on a local Ray cluster: results, failures, and executors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_function_on_workers(cluster: Cluster, size: int) -> None:
     ]
 
 
-def test_ranks_of_a_node_follow_each_other(cluster: Cluster) -> None:
+def test_ranks_of_a_node_are_consecutive(cluster: Cluster) -> None:
     results = ringjax.ray.run(
         programs.allreduce, num_workers=4, placement_strategy="SPREAD"
     )
@@ -62,7 +62,7 @@ def test_the_first_to_fail_is_named(cluster: Cluster, how: str, message: str) ->
     assert time.monotonic() - begin < 60
 
 
-def test_no_room(cluster: Cluster) -> None:
+def test_too_few_resources_are_an_error(cluster: Cluster) -> None:
     with pytest.raises(TimeoutError, match=r"no room .* missing: CPU: 1; .* CPU: 4, "):
         ringjax.ray.run(programs.allreduce, num_workers=5, start_timeout=1)
     with pytest.raises(
@@ -73,7 +73,7 @@ def test_no_room(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("number", [0, (0, 2), (3, 2)])
-def test_bad_numbers(number: Any) -> None:
+def test_bad_numbers_of_workers_are_refused(number: Any) -> None:
     with pytest.raises(ValueError, match="expected 1 <= least <= most"):
         ringjax.ray.run(programs.allreduce, num_workers=number)
 
@@ -96,7 +96,7 @@ def test_what_ranks_log_reaches_the_driver(cluster: Cluster) -> None:
 
 
 class Counter:
-    """An executable, whose attributes stay from call to call."""
+    """An executable of an executor, which keeps its attributes between calls."""
 
     def __init__(self, start: int, step: int = 1) -> None:
         import ringjax

@@ -1,4 +1,4 @@
-"""`RingConfig` in Ray Train: killed workers, also all at once, and `report`."""
+"""`RingConfig` in Ray Train: lost workers, a loss of all workers, and `report`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = MARKS
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A cluster of a node with one CPU, and one with three and two simulated GPUs."""
+    """A cluster of two nodes, the second of which has two simulated GPUs."""
     with ray_cluster() as cluster:
         cluster.add_node(num_cpus=1, **SMALL)
         cluster.add_node(num_cpus=3, num_gpus=2, **SMALL)
@@ -48,7 +48,7 @@ def fit(train: Any, folder: Path, size: int, gpus: bool = False, **options: Any)
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_worker_is_replaced_and_the_others_go_on(
+def test_a_lost_worker_is_replaced_and_the_others_continue(
     cluster: Cluster, tmp_path: Path, how: str
 ) -> None:
     def train(config: dict[str, str]) -> None:
@@ -85,18 +85,20 @@ def test_a_worker_is_replaced_and_the_others_go_on(
     assert (tmp_path / "sizes1").read_text() == "2"
 
 
-def test_all_are_killed_and_all_begin_anew(cluster: Cluster, tmp_path: Path) -> None:
+def test_if_all_workers_are_killed_all_restart(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     def train(config: dict[str, str]) -> None:
         import ringjax
 
         ringjax.init()
         ringjax.barrier()
-        life = Path(config["folder"], f"{ringjax.size()}-{ringjax.rank()}")
-        if not life.exists():
-            life.touch()
+        file = Path(config["folder"], f"{ringjax.size()}-{ringjax.rank()}")
+        if not file.exists():
+            file.touch()
             ringjax.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-        life.write_text(str(ringjax.rank()))
+        file.write_text(str(ringjax.rank()))
         ringjax.barrier()
 
     fit(train, tmp_path, 2)
@@ -104,7 +106,7 @@ def test_all_are_killed_and_all_begin_anew(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    """Ray's own report would wait for the new worker, which waits for a commit."""
+    """`ray.train.report` would wait for a new worker, which waits for a commit."""
 
     def train(config: dict[str, str]) -> None:
         import numpy as np
@@ -114,23 +116,23 @@ def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) ->
         ringjax.init()
         folder = Path(config["folder"])
         failed, me = folder / "failed", folder / str(os.getpid())
-        made: list[int] = []  # the steps of this process since the loss
+        reported: list[int] = []  # steps that this process has reported since the loss
 
         @ringjax.elastic.run
         def loop(state: Any) -> None:
             while not state.done:
-                mine = np.array([1.0, len(made) == 3 and ringjax.rank() == 0])
-                size, state.done = ringjax.allreduce(mine, op=ringjax.Sum).tolist()
+                flags = np.array([1.0, len(reported) == 3 and ringjax.rank() == 0])
+                size, state.done = ringjax.allreduce(flags, op=ringjax.Sum).tolist()
                 state.step += 1
                 if state.step == 40 and ringjax.rank() == 1 and not failed.exists():
                     failed.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 if state.step % 20 == 0:
-                    told = ringjax.ray.report({"step": state.step, "size": size})
+                    sent = ringjax.ray.report({"step": state.step, "size": size})
                     with me.open("a") as file:
-                        file.write(f"{state.step} {told}\n")
-                    if told and failed.exists():
-                        made.append(state.step)
+                        file.write(f"{state.step} {sent}\n")
+                    if sent and failed.exists():
+                        reported.append(state.step)
                 time.sleep(0.02)
                 state.commit()
 
@@ -143,7 +145,7 @@ def test_reports_while_a_worker_is_replaced(cluster: Cluster, tmp_path: Path) ->
     assert any(line.endswith(" False") for line in survivor)
 
 
-def test_without_elastic(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_that_is_not_elastic(cluster: Cluster, tmp_path: Path) -> None:
     def train(config: dict[str, str]) -> None:
         text = " ".join(map(str, programs.allreduce()))
         devices = ",".join(sorted(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))

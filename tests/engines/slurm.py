@@ -1,9 +1,9 @@
-"""A small private Slurm: two nodes on this machine, nothing in /etc, no services.
+"""A private Slurm with two nodes on this machine, without files in /etc.
 
-Each has two GPUs, which are null devices under other names. Jobs in the partition
-`urgent` preempt others, which are queued again.
+Each node has two GPUs, which are null devices under other names. Jobs in the partition
+`urgent` preempt other jobs, which are requeued.
 
-Needs root, and Debian's packages slurmd, slurmctld, slurm-client and munge.
+It needs root and the Debian packages slurmd, slurmctld, slurm-client and munge.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DEVICES = "NodeName=n[1-2] Name=gpu File={folder}/gpu[0-1]\n"
 
 
 def missing() -> str:
-    """Names what Slurm needs and this machine lacks; "" if nothing."""
+    """Names the missing programs of Slurm, or returns "" if none is missing."""
     absent = [name for name in PROGRAMS if _path(name) is None]
     if absent:
         return f"{', '.join(absent)}: install slurmd slurmctld slurm-client munge"
@@ -69,7 +69,7 @@ def _path(name: str) -> str | None:
 
 
 class Slurm:
-    """The daemons of Slurm. Programs that use them need the variables `env`."""
+    """The daemons of Slurm. Client programs need the variables `env`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ class Slurm:
         self.wait_until_idle()
 
     def start_slurmd(self, node: str) -> None:
-        """Starts a node, or starts it again."""
+        """Starts or restarts the daemon of a node."""
         self._run("slurmd", "-D", "-N", node)
 
     def wait_until_idle(self) -> None:
@@ -126,7 +126,7 @@ class Slurm:
             )
 
     def kill_slurmd(self, node: str) -> None:
-        """Kills a node: its daemon and all processes that the daemon started."""
+        """Kills the daemon of a node and all processes that the daemon has started."""
         process = self._processes[f"slurmd -N {node}"]
         process.kill()
         process.wait()

@@ -34,7 +34,8 @@ import os, sys
 from engines import programs
 print("end", programs.train(sys.argv[1], int(sys.argv[2]), 0.02)["sizes"], flush=True)
 """
-# Every step adds 1, whoever is there; checkpoints come only when rank 0 leaves.
+# Every step adds the average 1, for any size. Because of the large `every`, checkpoints
+# are written only when rank 0 leaves.
 COUNT = """
 import os, sys, time
 import numpy as np
@@ -57,28 +58,29 @@ def train(state):
 
 train(ringjax.elastic.State(step=0, total=0.0))
 """
-# Each step hashes the one before, so the end proves that all were made once, in order.
+# Each step hashes the step before, so the last hash proves that all steps were made
+# once and in order.
 CHAIN = """
 import os, sys, time
 import numpy as np
 import ringjax
 
-folder, said = sys.argv[1], 0
+folder, last_size = sys.argv[1], 0
 ringjax.init()
 
 @ringjax.elastic.run
 def train(state):
-    global said
+    global last_size
     while not state.done:
-        mine = np.array([state.step + 1.0, os.path.exists(folder + "/end")])
-        number, done = ringjax.allreduce(mine)
+        values = np.array([state.step + 1.0, os.path.exists(folder + "/end")])
+        number, done = ringjax.allreduce(values)
         state.chain = (31 * state.chain + int(number)) % 1000003
         state.step += 1
         state.done = bool(done > 0)
-        if said != ringjax.size():
-            said = ringjax.size()
+        if last_size != ringjax.size():
+            last_size = ringjax.size()
             with open(f"{folder}/{os.getpid()}", "a") as file:
-                file.write(f"{ringjax.rank()} {said} {time.time()}\\n")
+                file.write(f"{ringjax.rank()} {last_size} {time.time()}\\n")
         time.sleep(0.01)
         state.commit()
     print("end", state.step, state.chain, flush=True)
@@ -139,7 +141,9 @@ def test_srun_itself(slurm: Slurm, program: Path) -> None:
     assert [line.split()[:2] for line in lines] == [["0", "3"], ["1", "3"], ["2", "3"]]
 
 
-def test_srun_on_two_nodes_says_what_is_missing(slurm: Slurm, program: Path) -> None:
+def test_srun_on_two_nodes_names_the_missing_option(
+    slurm: Slurm, program: Path
+) -> None:
     job = slurm.submit(f"srun {sys.executable} {program}\n", "--nodes=2")
     assert slurm.wait(job).startswith("FAILED")
     text = slurm.output(job)
@@ -147,7 +151,9 @@ def test_srun_on_two_nodes_says_what_is_missing(slurm: Slurm, program: Path) -> 
     assert "or run ringrun in the batch script, which needs none" in text, text
 
 
-def test_srun_where_a_name_does_not_resolve(slurm: Slurm, program: Path) -> None:
+def test_srun_with_a_host_name_that_does_not_resolve(
+    slurm: Slurm, program: Path
+) -> None:
     secret = "RINGJAX_SECRET=7365637265742d7365637265742d313233"
     start = f"export RINGJAX_START_TIMEOUT=8 {secret}\n"
     step = f"srun {sys.executable} {program}\n"
@@ -210,28 +216,32 @@ def test_a_killed_agent_is_replaced(
     print(f"the survivor's next step came {min(sizes) - killed:.2f} s after the kill")
 
 
-def _pids(what: str, node: str, folder: Path) -> list[int]:
-    """Agents or ranks on a node, sruns that carry what they say, or ringrun's own."""
+def _pids(kind: str, node: str, folder: Path) -> list[int]:
+    """Returns the processes of a node of one kind.
+
+    "agent" is the agent in a job step, "own agent" the agent next to ringrun, "rank" a
+    rank that has reported its size, and "srun" the client that started the agent.
+    """
     pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-    return [pid for pid in pids if _is(what, pid, node, folder)]
+    return [pid for pid in pids if _is(kind, pid, node, folder)]
 
 
-def _is(what: str, pid: int, node: str, folder: Path) -> bool:
+def _is(kind: str, pid: int, node: str, folder: Path) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    if what == "srun":
+    if kind == "srun":
         return words[0] == b"srun" and f"--nodelist={node}".encode() in words
-    there = f"SLURMD_NODENAME={node}".encode() in env
+    on_node = f"SLURMD_NODENAME={node}".encode() in env
     of_step = any(entry.startswith(b"SLURM_STEP_ID=") for entry in env)
     agent = b"ringjax.run.hosts.agent" in words and words[0] != b"srun"
-    return there and {
+    return on_node and {
         "agent": agent and of_step,
-        "own agent": agent and not of_step,  # in the batch script, beside ringrun
+        "own agent": agent and not of_step,
         "rank": of_step and (folder / str(pid)).exists(),
-    }.get(what, False)
+    }.get(kind, False)
 
 
 def test_scancel_leaves_nothing(slurm: Slurm, program: Path, tmp_path: Path) -> None:
@@ -259,12 +269,12 @@ def test_scancel_leaves_nothing(slurm: Slurm, program: Path, tmp_path: Path) -> 
     ],
 )
 def test_gpus_of_the_step(slurm: Slurm, options: str) -> None:
-    """Every rank sees all GPUs that the job has on its node, and takes its own."""
+    """Every rank sees all GPUs of the job on its node."""
     show = "echo $SLURMD_NODENAME $RINGJAX_LOCAL_RANK $CUDA_VISIBLE_DEVICES"
     job = slurm.submit(f"{RINGRUN} sh -c '{show}'\n", "--nodes=2", *options.split())
     assert slurm.wait(job) == "COMPLETED 0:0", slurm.output(job)
-    places = [f"{node} {local}" for node in ("n1", "n2") for local in (0, 1)]
-    assert _ranks(slurm.output(job)) == [f"{place} 0,1" for place in places]
+    ranks = [f"{node} {local}" for node in ("n1", "n2") for local in (0, 1)]
+    assert _ranks(slurm.output(job)) == [f"{rank} 0,1" for rank in ranks]
 
 
 def test_gpus_that_are_spread_unevenly(slurm: Slurm) -> None:
@@ -283,9 +293,9 @@ def _count(slurm: Slurm, folder: Path, *options: str) -> str:
 
 
 def _resumed(slurm: Slurm, job: str) -> str:
-    """Waits until a job was queued again and has ended; what both its lives wrote."""
+    """Waits until a job was requeued and has ended; returns the output of both runs."""
     slurm.wait_for(["squeue", "-h", "-j", job, "-o", "%t %r"], "PD BeginTime")
-    # Which is in two minutes, so long Slurm knows the old one's credential.
+    # Slurm would start the job only in two minutes, when the old credential expires.
     slurm.ask("scontrol", "update", f"jobid={job}", "starttime=now")
     assert slurm.wait(job, 90) == "COMPLETED 0:0", slurm.output(job)
     text = slurm.output(job)
@@ -322,7 +332,7 @@ def test_preemption(
 
 
 def test_an_array_is_one_job(slurm: Slurm, program: Path, tmp_path: Path) -> None:
-    """Task 0 has ringrun and a rank; the others come, and one is cancelled."""
+    """Task 0 runs ringrun and a rank, the other tasks join, and one is cancelled."""
     from engines import programs
 
     (tmp_path / "sizes").mkdir()
@@ -347,34 +357,35 @@ exec {RINGRUN} --join 127.0.0.1:29431 --slots 1
     assert slurm.output(tasks["0"]).count("]<stdout>:end") == 2
 
 
-def test_kills_at_random_moments(slurm: Slurm, program: Path, tmp_path: Path) -> None:
-    """Agents, ranks, sruns and slurmd; the other node's ranks always train on.
+def test_random_kills(slurm: Slurm, program: Path, tmp_path: Path) -> None:
+    """Kills agents, ranks, sruns or slurmd on one node, while the other node trains.
 
-    Only when all are together again may it be that node's turn.
+    A kill hits the other node only after all four ranks train together again, because
+    otherwise no rank with the state would be left.
     """
     seed = int(os.environ.get("RINGJAX_TEST_SEED", random.randrange(10**6)))
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     script = f"exec {RINGRUN} --min-np 1 {sys.executable} {slurm.folder}/chain.py "
     options = ["--nodes=2", "--ntasks-per-node=2", "--no-kill"]
     job = slurm.submit(f"{script}{tmp_path}\n", *options)
-    deeds: list[str] = []
+    kills: list[str] = []
     begin, last = time.monotonic(), ""
     try:
         while time.monotonic() - begin < 45:
-            what, node = chance.choice(KILLS)
+            kind, node = rng.choice(KILLS)
             if node != last:
-                time.sleep(2)  # ranks end a moment after their srun or agent
+                time.sleep(2)  # ranks end some time after their srun or agent
                 _wait_for_four(tmp_path)
             last = node
-            deeds.append(f"{time.monotonic() - begin:.1f} s: {what} on {node}")
-            if what == "slurmd":
+            kills.append(f"{time.monotonic() - begin:.1f} s: {kind} on {node}")
+            if kind == "slurmd":
                 slurm.kill_slurmd(node)
-                time.sleep(chance.uniform(0, 1))
+                time.sleep(rng.uniform(0, 1))
                 slurm.start_slurmd(node)
             else:
-                for pid in _pids(what, node, tmp_path)[: chance.randint(1, 2)]:
+                for pid in _pids(kind, node, tmp_path)[: rng.randint(1, 2)]:
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(chance.uniform(0, 2))
+            time.sleep(rng.uniform(0, 2))
         _wait_for_four(tmp_path)
         (tmp_path / "end").touch()
         assert slurm.wait(job) == "COMPLETED 0:0"
@@ -386,17 +397,17 @@ def test_kills_at_random_moments(slurm: Slurm, program: Path, tmp_path: Path) ->
             chain = (31 * chain + step) % 1000003
         assert int(ends[0][1]) == chain
     except BaseException as error:
-        error.add_note(f"RINGJAX_TEST_SEED={seed}: {deeds}\n{slurm.output(job)}")
+        error.add_note(f"RINGJAX_TEST_SEED={seed}: {kills}\n{slurm.output(job)}")
         raise
-    print(f"{len(deeds)} kills, {ends[0][0]} steps")
+    print(f"{len(kills)} kills, {ends[0][0]} steps")
 
 
-KILLS = [(what, node) for what in ("agent", "rank", "srun") for node in ("n1", "n2")]
-KILLS += [("own agent", "n1"), ("slurmd", "n2")]  # n1's slurmd has ringrun
+KILLS = [(kind, node) for kind in ("agent", "rank", "srun") for node in ("n1", "n2")]
+KILLS += [("own agent", "n1"), ("slurmd", "n2")]  # ringrun runs under slurmd of n1
 
 
 def _wait_for_four(folder: Path, seconds: float = 40) -> None:
-    """Until four ranks that live train together."""
+    """Waits until four live ranks train together."""
     deadline = time.monotonic() + seconds
     while True:
         found = [file for file in folder.iterdir() if file.name.isdigit()]
@@ -409,7 +420,7 @@ def _wait_for_four(folder: Path, seconds: float = 40) -> None:
 
 
 def test_a_lost_node(slurm: Slurm, program: Path, tmp_path: Path) -> None:
-    """Last, since the node stays away: the others go on without it."""
+    """Must be the last test, because the node is not started again."""
     from engines import programs
 
     job = _elastic(slurm, tmp_path / "sizes", 400, "--no-kill")

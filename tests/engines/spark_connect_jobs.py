@@ -1,4 +1,4 @@
-"""Jobs and estimators by Spark Connect, where nobody has a SparkContext."""
+"""Jobs and estimators by Spark Connect, where the driver has no SparkContext."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spark() -> Iterator[Any]:
         yield session
 
 
-def test_there_is_no_context(spark: Any) -> None:
+def test_spark_connect_has_no_spark_context(spark: Any) -> None:
     from pyspark.errors import PySparkException
 
     with pytest.raises(PySparkException):

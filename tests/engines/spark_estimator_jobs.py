@@ -1,4 +1,4 @@
-"""Spark estimators on DataFrames: fit, transform, save and load, and what is wrong."""
+"""Spark estimators on DataFrames: fit, transform, save, load, and bad arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.estimators import (
-    Here,
+    LocalBackend,
     flax_estimator,
     keras_estimator,
     torch_estimator,
@@ -40,7 +40,7 @@ def spark() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def frame(spark: Any) -> Any:
-    """Rows with vectors, of which every second one is sparse."""
+    """Returns rows with vectors, every second of which is sparse."""
     from pyspark.ml.linalg import Vectors
 
     rows = []
@@ -54,7 +54,7 @@ def frame(spark: Any) -> Any:
 
 
 def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
-    """Tasks of Spark train with a validation column, and the model predicts."""
+    """Trains in Spark tasks with a validation column, and predicts with the model."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     store = Store.create(str(tmp_path / "store"))
     how: dict[str, Any] = {"num_proc": 2, "batch_size": 16, "epochs": 2}
@@ -77,7 +77,7 @@ def test_fit_and_transform(frame: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose([row.p for row in rows], expected, rtol=1e-5)
     assert rows[1].features.toArray().tolist() == table()["features"][1].as_py()
 
-    # A second fit on a DataFrame writes no files. Its Params hold for one fit only.
+    # A second fit on the DataFrame writes no files. The Params of `fit` are used once.
     file = Path(store.get_localized_path(store.get_train_data_path(0)), "_SUCCESS")
     before = file.stat().st_mtime_ns
     again = estimator.fit(frame, {estimator.epochs: 1})
@@ -122,7 +122,7 @@ def test_save_and_load(spark: Any, tmp_path: Path) -> None:
 def test_models_predict(
     store: Any, frame: Any, tmp_path: Path, make: Callable[..., Any]
 ) -> None:
-    how = {"backend": Here(1), "batch_size": 51, "epochs": 1}
+    how = {"backend": LocalBackend(1), "batch_size": 51, "epochs": 1}
     model = make(store, **how, sample_weight_col=None).fit_on_parquet()
     model.save(str(tmp_path / "model"))
     loaded = type(model).load(str(tmp_path / "model"))
@@ -134,7 +134,7 @@ def test_models_predict(
     np.testing.assert_allclose(found, np.asarray(expected)[:, 0], rtol=1e-4)
 
 
-def test_several_values_are_a_vector(frame: Any) -> None:
+def test_several_outputs_become_a_vector(frame: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     from pyspark.ml.linalg import DenseVector
 
@@ -152,18 +152,18 @@ def test_several_values_are_a_vector(frame: Any) -> None:
     assert isinstance(row.y__output, DenseVector) and len(row.y__output) == 3
 
 
-def test_what_is_wrong_is_said_before_anything_starts(
+def test_bad_arguments_are_refused_before_the_job_starts(
     frame: Any, tmp_path: Path
 ) -> None:
     store = Store.create(str(tmp_path))
-    one = {"backend": Here(1)}
+    one = {"backend": LocalBackend(1)}
     for params, message in (
         ({**one, "feature_cols": ["none"]}, "no column none; there are"),
         ({**one, "validation": "none"}, "no column none"),
         ({**one, "validation": 1.5}, "expected a fraction below 1"),
         ({**one, "input_shapes": [[3]]}, "column features has 2 values in a row"),
         ({**one, "num_proc": 2}, "both given"),
-        ({"backend": Here(102)}, "101 rows are too few for 102 ranks"),
+        ({"backend": LocalBackend(102)}, "101 rows are too few for 102 ranks"),
     ):
         with pytest.raises(ValueError, match=message):
             torch_estimator(store, **params).fit(frame)

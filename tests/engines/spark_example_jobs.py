@@ -1,4 +1,4 @@
-"""The example for Spark, as its reader starts it."""
+"""The example for Spark, started by the command in its docstring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on a real local Spark: barrier stages, tasks tried again, executors killed."""
+"""Jobs on a local Spark: barrier stages, retried tasks, and killed executors."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ pytestmark = WITH_JAVA
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    """Two executors in processes of their own, with two slots for tasks each."""
+    """A session with two executor processes, which have two slots for tasks each."""
     more = {"spark.executor.memory": "512m", "spark.task.maxFailures": "5"}
     with local_spark("local-cluster[2,2,512]", **more) as session:
         yield session
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_function_on_tasks(spark: SparkSession, size: int) -> None:
+def test_run_calls_the_function_on_every_task(spark: SparkSession, size: int) -> None:
     results = ringjax.spark.run(programs.allreduce, (2.0,), num_proc=size)
     total = 2.0 * sum(range(1, size + 1))
-    # All executors are on this host, so a local rank equals the rank.
+    # All executors are on this host, so the local rank equals the rank.
     assert results == [(rank, size, rank, total) for rank in range(size)]
 
 
-def test_as_many_as_there_is_room_for(spark: SparkSession) -> None:
+def test_without_num_proc_all_slots_are_used(spark: SparkSession) -> None:
     assert len(ringjax.spark.run(programs.allreduce)) == 4
 
 
@@ -81,11 +81,11 @@ def test_too_few_slots(spark: SparkSession) -> None:
         ringjax.spark.run(programs.allreduce, num_proc=5, start_timeout=3)
 
 
-def test_slow_tasks_have_started(spark: SparkSession) -> None:
-    """The ranks run longer than `start_timeout`, but they start in time."""
+def test_slow_tasks_count_as_started(spark: SparkSession) -> None:
+    """`start_timeout` limits the start of the ranks, not the duration of the job."""
     begin = time.monotonic()
     ringjax.spark.run(int, num_proc=2)
-    enough = 3 * (time.monotonic() - begin)  # to start them, here and now
+    enough = 3 * (time.monotonic() - begin)  # for the start of two ranks
 
     def fn() -> int:
         time.sleep(enough + 1)
@@ -104,15 +104,17 @@ def test_no_session() -> None:
     assert "Could not find an active SparkContext" in done.stderr
 
 
-def test_the_workers_of_spark_stay_as_they_were(spark: SparkSession) -> None:
+def test_python_workers_of_spark_are_left_unchanged(spark: SparkSession) -> None:
     """Spark reuses its Python workers for later jobs."""
     ringjax.spark.run(programs.allreduce, num_proc=2)
 
-    def look(_: Any) -> list[Any]:
+    def inspect_worker(_: Any) -> list[Any]:
         names = [name for name in os.environ if name.startswith("RINGJAX_")]
         return [*names, *({"jax", "ringjax._native"} & sys.modules.keys())]
 
-    assert spark.sparkContext.range(4, numSlices=4).flatMap(look).collect() == []
+    assert (
+        spark.sparkContext.range(4, numSlices=4).flatMap(inspect_worker).collect() == []
+    )
 
 
 def test_distributor(spark: SparkSession, tmp_path: Path) -> None:
@@ -142,19 +144,19 @@ def test_distributor_here() -> None:
 
 
 def test_random_kills(spark: SparkSession, tmp_path: Path) -> None:
-    """Executors and ranks are killed; the others go on, and new tries join them."""
+    """Executors and ranks are killed; the others continue, and retried tasks join."""
     times = random_kills(spark, tmp_path, ["executor", "rank", "executor"], seed=1)
-    print("the next step of all survivors came after", [f"{t:.2f} s" for t in times])
+    print("seconds to the next step of all survivors:", [f"{t:.2f} s" for t in times])
     assert max(times) < 10
 
 
 def random_kills(
     spark: SparkSession, folder: Path, kinds: list[str], seed: int
 ) -> list[float]:
-    """Kills one of four ranks, or one of two executors, again and again.
+    """Kills one of four ranks, or one of two executors, for each of `kinds`.
 
     Returns:
-        After how many seconds all survivors had made a step, for each kill.
+        For each kill, the seconds until all survivors have made a step.
     """
     random = Random(seed)
     times: list[float] = []
@@ -165,7 +167,7 @@ def random_kills(
             for kind in kinds:
                 programs.wait_for_sizes(folder, 4, 4, seconds=120)
                 time.sleep(random.random())
-                # The name of a rank's file is the id of its process.
+                # The name of the file of a rank is its process id.
                 ranks = [int(f.name) for f in folder.iterdir() if _lives(f.name)]
                 victim = random.choice(_executors() if kind == "executor" else ranks)
                 began = time.time()
@@ -197,22 +199,25 @@ def _lives(name: str) -> bool:
 
 def _executors() -> list[int]:
     """Returns the executors of Spark that are descendants of this process."""
-    mine = {os.getpid()}
+    descendants = {os.getpid()}
     found = []
     for entry in sorted(Path("/proc").iterdir(), key=lambda p: p.name.zfill(10)):
         try:
             stat = (entry / "stat").read_text()
             line = (entry / "cmdline").read_bytes()
-        except OSError:  # no process, or one that has ended
+        except OSError:  # not a process, or a process that has ended
             continue
-        if entry.name.isdigit() and int(stat.rpartition(")")[2].split()[1]) in mine:
-            mine.add(int(entry.name))
+        if (
+            entry.name.isdigit()
+            and int(stat.rpartition(")")[2].split()[1]) in descendants
+        ):
+            descendants.add(int(entry.name))
             if b"java" in line and b"CoarseGrainedExecutorBackend" in line:
                 found.append(int(entry.name))
     return found
 
 
-def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_restarted(spark: SparkSession, tmp_path: Path) -> None:
     def fn(folder: str) -> dict[str, Any]:
         import ringjax
 
@@ -229,17 +234,17 @@ def test_a_rank_that_raises_is_tried_again(spark: SparkSession, tmp_path: Path) 
 
 
 def test_all_ranks_raise_at_once(spark: SparkSession, tmp_path: Path) -> None:
-    """No rank with the state is left, so the job ends with the error."""
+    """No rank that has the state is left, so the job fails with the error."""
 
     def fn(folder: str) -> None:
         import ringjax
 
         ringjax.init()
-        once = Path(folder, str(ringjax.rank()))
-        there = once.exists()
-        once.touch()
+        file = Path(folder, str(ringjax.rank()))
+        restarted = file.exists()
+        file.touch()
         ringjax.barrier()
-        if not there:
+        if not restarted:
             raise ValueError("all at once")
 
     with pytest.raises(LaunchError, match="ValueError: all at once"):

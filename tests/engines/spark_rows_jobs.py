@@ -1,4 +1,4 @@
-"""A rank's rows of Parquet files, and the stores that they are in; without Spark."""
+"""The rows of a rank from Parquet files, and stores of such files, without Spark."""
 
 from __future__ import annotations
 
@@ -67,24 +67,22 @@ def test_too_few_rows(store: Any) -> None:
         next(rows.batches(0, 21, 1))
 
 
-def test_rows_are_read_piece_by_piece(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank opens the files of its own rows only, and decodes a group once at most."""
+def test_rows_are_read_in_batches(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank opens only the files with its rows, and decodes row groups only once."""
     from ringjax.spark.common import parquet_rows as module
 
     seen: list[int] = []
     real = module.decode_column
 
-    def noted(array: Any, name: str) -> Any:
+    def record(array: Any, name: str) -> Any:
         seen.append(len(array))
         return real(array, name)
 
-    monkeypatch.setattr(module, "decode_column", noted)
+    monkeypatch.setattr(module, "decode_column", record)
     rows = ParquetRows.scan(store, store.get_train_data_path(), ["number"], keep=True)
     batches = rows.batches(1, 4, 4)
     next(batches)
-    assert seen == [1, 8]  # rows 25 to 50; the second file begins with row 34
+    assert seen == [1, 8]  # rows 25 to 33: the second file begins with row 34
     list(batches)
     assert seen == [1, 8, 13, 3]
     list(rows.batches(1, 4, 4))
@@ -147,7 +145,7 @@ def test_rows_of_different_lengths(array: Any) -> None:
     ],
 )
 def test_a_store_in_hdfs(root: str, host: str, port: int, full: str) -> None:
-    found = copy.copy(HDFSStore(root, val_path="/val"))  # a rank receives such a copy
+    found = copy.copy(HDFSStore(root, val_path="/val"))  # ranks receive a copy
     assert (found._hdfs_kwargs["host"], found._hdfs_kwargs["port"]) == (host, port)
     assert found.get_full_path("/user/out") == full
     assert found.get_localized_path(full) == "/user/out"
@@ -156,7 +154,7 @@ def test_a_store_in_hdfs(root: str, host: str, port: int, full: str) -> None:
     assert found.get_checkpoint_path("run") == f"{full}/runs/run"
 
 
-def test_what_is_no_store_in_hdfs() -> None:
+def test_paths_outside_of_hdfs_are_refused() -> None:
     for path in ("file:///user/out", "hdfs://node:8020"):
         with pytest.raises(ValueError, match="not a folder in HDFS"):
             HDFSStore(path)

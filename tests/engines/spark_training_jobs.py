@@ -1,6 +1,6 @@
-"""Spark estimators: two ranks train as one process does, and a run goes on.
+"""Spark estimators: two ranks train like one process, and a run can be continued.
 
-By ranks of `ringjax.run`, from Parquet files of pyarrow; without Spark.
+Without Spark: `ringjax.run` starts the ranks, and pyarrow writes the Parquet files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines.estimators import (
-    Here,
+    LocalBackend,
     flax_estimator,
     keras_estimator,
     right,
@@ -34,9 +34,9 @@ def store(tmp_path: Path) -> Any:
 
 
 def test_torch_steps_are_those_of_one_process(store: Any) -> None:
-    """A gradient is the mean over the rows of both ranks, also in the last step."""
+    """Gradients are the mean over the rows of both ranks, also in a short last step."""
     estimator = torch_estimator(
-        store, backend=Here(2), batch_size=8, epochs=2, validation=0.2
+        store, backend=LocalBackend(2), batch_size=8, epochs=2, validation=0.2
     )
     model = estimator.fit_on_parquet()
     import torch
@@ -75,7 +75,7 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
         model.getModel().parameters(), alone.parameters(), strict=True
     ):
         np.testing.assert_allclose(found.detach(), expected.detach(), atol=1e-6)
-    # The validation has measured the final model.
+    # The validation measures the final model.
     val = table(20, 1)
     with torch.no_grad():
         x = torch.tensor(val["features"].to_pylist(), dtype=torch.float32)
@@ -87,11 +87,11 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [flax_estimator, keras_estimator])
-def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
-    """An epoch is one step of all 101 rows, 51 and 50 of them on two ranks."""
+def test_two_ranks_train_like_one_process(store: Any, make: Callable[..., Any]) -> None:
+    """Each epoch is one step with all 101 rows; two ranks have 51 and 50 of them."""
     models = []
     for size, batch in ((1, 101), (2, 51)):
-        how = {"backend": Here(size), "batch_size": batch, "epochs": 3}
+        how = {"backend": LocalBackend(size), "batch_size": batch, "epochs": 3}
         estimator = make(store, **how, validation=0.2, val_batch_size=20 // size)
         models.append(estimator.fit_on_parquet())
     one, two = (model.getHistory() for model in models)
@@ -110,7 +110,7 @@ def test_two_ranks_are_like_one(store: Any, make: Callable[..., Any]) -> None:
 
 
 def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
-    """The validation has several steps, and the model has a layer of the program."""
+    """Tests a validation of several steps, and a layer that the program defines."""
     keras = pytest.importorskip("keras", reason="Keras is not installed")
 
     class Twice(keras.layers.Layer):
@@ -120,7 +120,12 @@ def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
     model = keras.Sequential(
         [keras.Input((2,)), Twice(), keras.layers.Dense(1, "sigmoid")]
     )
-    how = {"backend": Here(1), "batch_size": 51, "epochs": 3, "val_batch_size": 8}
+    how = {
+        "backend": LocalBackend(1),
+        "batch_size": 51,
+        "epochs": 3,
+        "val_batch_size": 8,
+    }
     own = {
         "model": model,
         "custom_objects": {"Twice": Twice},
@@ -134,20 +139,20 @@ def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [torch_estimator, flax_estimator, keras_estimator])
-def test_a_run_goes_on_from_its_checkpoint(
+def test_a_run_continues_from_its_checkpoint(
     store: Any, make: Callable[..., Any]
 ) -> None:
-    """A run with two epochs goes on to three; a finished one makes three more."""
-    how = {"backend": Here(2), "batch_size": 8}
+    """A run of two epochs continues to three; a finished run makes three more."""
+    options = {"backend": LocalBackend(2), "batch_size": 8}
 
     def epochs(model: Any) -> int:
         history = model.getHistory()
         return len(history if isinstance(history, list) else history["loss"])
 
-    whole = make(store, run_id="whole", epochs=3, **how).fit_on_parquet()
-    make(store, run_id="parts", epochs=2, **how).fit_on_parquet()
+    whole = make(store, run_id="whole", epochs=3, **options).fit_on_parquet()
+    make(store, run_id="parts", epochs=2, **options).fit_on_parquet()
     assert store.exists(store.get_checkpoint_path("parts") + "/checkpoint")
-    parts = make(store, run_id="parts", epochs=3, **how).fit_on_parquet()
+    parts = make(store, run_id="parts", epochs=3, **options).fit_on_parquet()
     assert epochs(whole) == epochs(parts) == 3
     if hasattr(whole.getModel(), "state_dict"):
         pairs = zip(*(m.getModel().parameters() for m in (whole, parts)), strict=True)
@@ -156,5 +161,5 @@ def test_a_run_goes_on_from_its_checkpoint(
         pairs = zip(*(weights(m.getModel()) for m in (whole, parts)), strict=True)
     for a, b in pairs:
         np.testing.assert_allclose(a, b, atol=1e-6)
-    again = make(store, run_id="parts", epochs=3, **how).fit_on_parquet()
+    again = make(store, run_id="parts", epochs=3, **options).fit_on_parquet()
     assert epochs(again) == 6
