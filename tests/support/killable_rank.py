@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from support.launch import Job
 
 
-def apart() -> None:
+def run_in_child() -> None:
     """Continues the rank in a fork. Call this before `init`.
 
     The process that ringrun started waits for the child, and outlives a killed child.
