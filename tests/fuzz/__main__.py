@@ -1,7 +1,7 @@
-"""python -m fuzz [--runs N] [--seconds S] [--only NAME]: damages inputs of each target.
+"""python -m fuzz [--runs N] [--seconds S] [--only NAME]: fuzzes the Python parsers.
 
-Run it from the folder tests/. The first input that breaks a rule ends the program with
-a traceback that shows the input. Each target gets N runs.
+Run the program from the folder tests/. Each target reads N damaged inputs. The first
+input that breaks a rule ends the program with a traceback that shows the input.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from .damage import search
+from .damage import fuzz
 from .python_targets import targets
 
 
 def main() -> None:
-    """Prints a line for each target: number of inputs, inputs per second."""
+    """Prints the number of inputs and the inputs per second for each target."""
     parser = argparse.ArgumentParser(prog="python -m fuzz")
     parser.add_argument("--runs", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=1e9)
@@ -26,7 +26,7 @@ def main() -> None:
         if options.only and options.only != target.name:
             continue
         start = time.monotonic()
-        runs = search(target, options.runs, options.seed, options.seconds)
+        runs = fuzz(target, options.runs, options.seed, options.seconds)
         rate = runs / max(time.monotonic() - start, 1e-9)
         print(f"{target.name:12} {runs:10} inputs, {rate:8.0f} a second", flush=True)
         total += runs

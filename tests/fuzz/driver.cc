@@ -1,7 +1,7 @@
 // ringjax_fuzz [--runs N] [--seconds S] [--seed N] [--corpus FOLDER] [--only TARGET]
 // [--keep FOLDER] [FILE…]: damages inputs of every target, keeps inputs that reach new
-// code, and writes an input that breaks a target into the working folder. Each FILE is
-// only run, by the target with whose name the name of the file begins.
+// code, and writes an input that breaks a target into the working folder. A FILE is not
+// damaged: the target whose name is the prefix of the name of the file runs it.
 //
 // The fuzzer is one file, so that g++ with its sanitizers is enough. The core is
 // compiled with -fsanitize-coverage=trace-pc, and pairs of successive code locations
@@ -22,15 +22,15 @@
 
 namespace {
 
-constexpr size_t kPlaces = 1 << 16;
-constexpr size_t kMost = 8192;      // bytes of an input
-constexpr size_t kMostSaved = 256;  // bytes of an input that is saved
-constexpr int kMostFiles = 40;
+constexpr size_t kLocationPairs = 1 << 16;  // the size of the table of hits
+constexpr size_t kMaxInput = 8192;          // bytes of an input
+constexpr size_t kMaxSaved = 256;           // bytes of an input that is saved
+constexpr int kMaxFiles = 40;
 constexpr unsigned kSecondsPerInput = 20;
-uint8_t hits[kPlaces];   // by the current input
-uint8_t known[kPlaces];  // by all earlier inputs, one bit for each magnitude
-// Counts only in the thread that runs the targets: other threads start and end at
-// random moments, so their hits would differ between runs of the same input.
+uint8_t hits[kLocationPairs];   // by the current input
+uint8_t known[kLocationPairs];  // by all earlier inputs, one bit for each magnitude
+// Hits are counted only in the thread that runs the targets. Other threads start and
+// end at random moments, so their hits would differ between two runs of one input.
 thread_local bool counting = false;
 thread_local uintptr_t before = 0;
 
@@ -40,12 +40,13 @@ extern "C" __attribute__((no_sanitize("address", "undefined"))) void
 __sanitizer_cov_trace_pc() {
   if (!counting) return;
   const auto here = reinterpret_cast<uintptr_t>(__builtin_return_address(0));
-  uint8_t& n = hits[((here ^ (here >> 16)) ^ (before << 1)) % kPlaces];
+  uint8_t& n = hits[((here ^ (here >> 16)) ^ (before << 1)) % kLocationPairs];
   if (n < 255) ++n;
   before = here ^ (here >> 16);
 }
 
-// A call that lost its link waits for the heartbeat, which does not exist here.
+// A call that has lost its link sleeps until the heartbeat knows the reason. The fuzzer
+// has no heartbeat, so sleep returns at once.
 extern "C" int nanosleep(const timespec*, timespec*) { return 0; }
 
 extern "C" const char* __asan_default_options() {
@@ -67,7 +68,7 @@ struct Options {
 
 std::string running_name, running_input;
 
-void Keep() {
+void SaveInput() {
   uint64_t hash = 1469598103934665603u;
   for (char c : running_input) hash = (hash ^ static_cast<uint8_t>(c)) * 1099511628211u;
   char name[128];
@@ -77,15 +78,15 @@ void Keep() {
   std::fprintf(stderr, "the input is in %s (%zu bytes)\n", name, running_input.size());
 }
 
-void OnAbort(int) {  // an ALWAYS or an RJ_CHECK has failed
-  Keep();
+void OnAbort(int) {  // is called if an ALWAYS or an RJ_CHECK has failed
+  SaveInput();
   _exit(1);
 }
 
 void OnAlarm(int) {
   std::fprintf(stderr, "%s: an input took %u s\n", running_name.c_str(),
                kSecondsPerInput);
-  Keep();
+  SaveInput();
   _exit(1);
 }
 
@@ -103,7 +104,7 @@ void Run(const Target& target, const std::string& input) {
 // Returns whether the last input reached new code, or some code much more often.
 bool IsNew() {
   bool found = false;
-  for (size_t i = 0; i < kPlaces; i += 8) {
+  for (size_t i = 0; i < kLocationPairs; i += 8) {
     uint64_t any;
     std::memcpy(&any, hits + i, sizeof any);
     if (any == 0) continue;
@@ -143,7 +144,7 @@ void Save(const Target& target, std::vector<std::string> inputs,
   int number = 0;
   for (const std::string& input : inputs) {
     Run(target, input);
-    if (!IsNew() || input.size() > kMostSaved || number == kMostFiles) continue;
+    if (!IsNew() || input.size() > kMaxSaved || number == kMaxFiles) continue;
     std::ofstream(folder / std::to_string(number++), std::ios::binary) << input;
   }
 }
@@ -170,13 +171,13 @@ uint64_t Search(const Target& target, const Options& options) {
         random() % 2 ? n - 1 - random() % std::min<size_t>(n, 16) : random() % n;
     std::string input = inputs[pick];
     for (uint64_t i = 1 + random() % 6; i > 0; --i)
-      ringjax::fuzz::Damage(&input, inputs[random() % n], kMost, &random);
+      ringjax::fuzz::Damage(&input, inputs[random() % n], kMaxInput, &random);
     Run(target, input);
     if (IsNew()) inputs.push_back(std::move(input));
   }
   alarm(0);
   const auto places =
-      std::count_if(known, known + kPlaces, [](uint8_t k) { return k; });
+      std::count_if(known, known + kLocationPairs, [](uint8_t k) { return k; });
   std::printf("%-12s %10llu inputs, %8.0f a second, %5zu kept, %5td places\n",
               target.name, static_cast<unsigned long long>(runs),
               static_cast<double>(runs) / std::max(seconds(), 1e-9),

@@ -1,8 +1,8 @@
-"""All Python code that reads foreign bytes, as functions of these bytes.
+"""All Python code that reads untrusted bytes, as functions of these bytes.
 
-The bytes come from strangers that connect, from authenticated ranks with a bug, from
-files, from launchers' environments and from scripts that name hosts. The native parsers
-are in tests/native/fuzz_targets.h.
+The bytes come from unknown programs that connect, from authenticated ranks with a bug,
+from files, from the environments of launchers, and from host discovery scripts.
+tests/native/fuzz_targets.h has the native parsers.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from ringjax.membership.coordinator import Coordinator
 from ringjax.run.hosts import allocations, slots
 from ringjax.settings import parsers
 
-from .damage import Target, strange
+from .damage import Target, damage_json
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 
 # -- the handshake ---------------------------------------------------------------------
 
-_INTRODUCTION = HandshakeRequest(JOB, Purpose.DATA, 2, 1, 3, 4, 5).pack(bytes(32))
+_REQUEST = HandshakeRequest(JOB, Purpose.DATA, 2, 1, 3, 4, 5).pack(bytes(32))
 
 
-def _introduction(data: bytes) -> None:
-    message = data.ljust(len(_INTRODUCTION), b"\0")[: len(_INTRODUCTION)]
+def _request(data: bytes) -> None:
+    message = data.ljust(len(_REQUEST), b"\0")[: len(_REQUEST)]
     read = HandshakeRequest.unpack(message)
     again = HandshakeRequest.unpack(read.pack(bytes(32)))
     assert again == read
 
 
 def _drive(steps: Any, data: bytes) -> None:
-    """Feeds a half of the handshake, which must not succeed without the secret."""
+    """Passes `data` to one end of the handshake, which must fail without the secret."""
     _, wants = next(steps)
     while True:
         piece, data = data[:wants].ljust(wants, b"\0"), data[wants:]
         try:
             _, wants = steps.send(piece)
         except StopIteration:
-            raise RuntimeError("let a stranger in") from None
+            raise RuntimeError("accepted a peer without the secret") from None
 
 
 def _callee(data: bytes) -> None:
@@ -83,14 +83,14 @@ def _sealed(*messages: dict[str, Any]) -> bytes:
     return b"".join(map(sealer.seal, messages))
 
 
-def _opened(data: bytes) -> None:
+def _open_sealed(data: bytes) -> None:
     opener = MessageOpener(b"k" * 32, 1 << 16)
     for start in range(0, len(data), 7):
         opener.feed(data[start : start + 7])
 
 
-def _opened_genuine(data: bytes) -> None:
-    """Opens a sealed message with any text, from a sender that has the key."""
+def _open_authentic(data: bytes) -> None:
+    """Opens a message with any text that was sealed with the right key."""
     import hmac
 
     head = struct.pack("!QI", 0, len(data))
@@ -104,7 +104,7 @@ def _opened_genuine(data: bytes) -> None:
 
 def _object(data: bytes) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a warning would name its object
+        warnings.simplefilter("error")  # damaged input must not cause a warning
         objects.decode(data)
 
 
@@ -128,7 +128,7 @@ _folder = tempfile.TemporaryDirectory(prefix="ringjax-fuzz-")
 
 def _written(data: bytes, name: str) -> str:
     path = os.path.join(_folder.name, name)
-    # Make a new file: some file systems write a truncated file to the disk at once.
+    # Use a new file, because some file systems flush truncated files at once.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -208,7 +208,7 @@ def _environment(data: bytes) -> dict[str, str]:
     return found
 
 
-def _place(data: bytes) -> None:
+def _launcher(data: bytes) -> None:
     environ = _environment(data)
     launch_environment.detect_launch(Config.from_env(environ), environ)
 
@@ -217,7 +217,7 @@ def _slurm(data: bytes) -> None:
     allocations.find({"SLURM_JOB_ID": "7", **_environment(data)})
 
 
-_PLACES = [
+_LAUNCHER_ENVIRONMENTS = [
     b"3=1\n4=0\n5=4\n2=n[1-2,05]\n6=4\n7=0\n8=2(x2)\n9=17000-17003",
     b"10=1\n11=2\n12=1.0;tcp://10.0.0.1,127.0.0.1:4000",
     b"13=0\n14=4\nMPI_LOCALRANKID=0\nMPI_LOCALNRANKS=4",
@@ -233,11 +233,7 @@ _PLACES = [
 # -- authenticated members with bugs ---------------------------------------------------
 
 
-def _chance(data: bytes) -> random.Random:
-    return random.Random(data)
-
-
-class _DeafSocket:
+class _NullSocket:
     """A socket that discards all data."""
 
     def send(self, data: bytes) -> int:
@@ -247,7 +243,7 @@ class _DeafSocket:
         pass
 
 
-class _NoSelector:
+class _NullSelector:
     """A selector that ignores all registrations."""
 
     def modify(self, *what: object) -> None:
@@ -256,7 +252,7 @@ class _NoSelector:
     unregister = close = modify
 
 
-_SAYINGS: list[dict[str, Any]] = [
+_STATIC_MESSAGES: list[dict[str, Any]] = [
     {"type": "hello", "hello": {"size": 2, "addresses": "127.0.0.1:5"}},
     {"type": "exchange", "epoch": 0, "number": 0, "seconds": 1.0, "value": [1, 2]},
     {"type": "missing"},
@@ -266,19 +262,20 @@ _SAYINGS: list[dict[str, Any]] = [
 
 
 def _coordinator(data: bytes) -> None:
-    """Sends any messages from a rank to the coordinator of a static job."""
-    chance = _chance(data)
+    """Sends damaged messages of ranks to the coordinator of a static job."""
+    rng = random.Random(data)
     server = Coordinator(SECRET, JOB, np=2, on_loss="stop", log=lambda text: None)
     server.selector.close()
-    server.selector = _NoSelector()  # type: ignore[assignment]
+    server.selector = _NullSelector()  # type: ignore[assignment]
     keys = SessionKeys(b"k" * 32, b"k" * 32)
-    deaf: Any = _DeafSocket()
-    sessions = [ServerSession(server, deaf, rank, "here", keys) for rank in (0, 1)]
+    sock: Any = _NullSocket()
+    sessions = [ServerSession(server, sock, rank, "here", keys) for rank in (0, 1)]
     server._sessions.update(sessions)
     try:
         for _ in range(8):
-            session = chance.choice(sessions)
-            message = _as_sent(strange(chance.choice(_SAYINGS), chance))
+            session = rng.choice(sessions)
+            damaged = damage_json(rng.choice(_STATIC_MESSAGES), rng)
+            message = _as_received(damaged)
             with contextlib.suppress(AuthenticationError):  # the server refused
                 server.on_message(session, message)
             server.after_round()
@@ -286,8 +283,8 @@ def _coordinator(data: bytes) -> None:
         server.close()
 
 
-def _as_sent(message: Any) -> dict[str, Any]:
-    """Returns the message as the receiver decodes it; {} if it is no JSON object."""
+def _as_received(message: Any) -> dict[str, Any]:
+    """Encodes and decodes a message; returns {} if it is no JSON object."""
     try:
         read = json.loads(json.dumps(message))
     except ValueError:  # a lone surrogate cannot be sent
@@ -296,7 +293,7 @@ def _as_sent(message: Any) -> dict[str, Any]:
 
 
 _LINES = {"0": [3, 4, True], "1": [1, 1, False]}
-_MEMBERS_SAY: list[dict[str, Any]] = [
+_ELASTIC_MESSAGES: list[dict[str, Any]] = [
     {
         "type": "report",
         "epoch": 0,
@@ -322,29 +319,30 @@ _MEMBERS_SAY: list[dict[str, Any]] = [
 
 
 def _members(data: bytes) -> None:
-    """Sends any messages from worker 1 to the rules of an elastic job, at any time."""
-    chance = _chance(data)
+    """Sends damaged messages of worker 1 to the rules of an elastic job."""
+    rng = random.Random(data)
     rules = MembershipConfig(np=3, min_np=1, max_np=4)
     job, now = membership.JobMembership(rules), 0.0
     for worker in range(3):
         job.on_hello(worker, "127.0.0.1", {}, None, now)
     for _ in range(24):
-        now += chance.random()
+        now += rng.random()
         epoch = job.epoch.number
-        what = chance.randrange(8)
-        if what == 0:
-            worker = chance.choice((0, 2, 5))
+        event = rng.randrange(8)
+        if event == 0:
+            worker = rng.choice((0, 2, 5))
             with _suppress():
                 job.on_hello(worker, "127.0.0.1", {}, None, now)
-        elif what == 1:
+        elif event == 1:
             report = {"type": "report", "epoch": epoch, "lines": _LINES}
-            job.on_message(chance.choice((0, 2)), report, now)
-        elif what == 2:
-            job.process_ended(chance.choice((0, 2, 7)), "killed", now)
-        elif what == 3:
+            job.on_message(rng.choice((0, 2)), report, now)
+        elif event == 2:
+            job.process_ended(rng.choice((0, 2, 7)), "killed", now)
+        elif event == 3:
             job.tick(now)
         else:
-            message = _as_sent(strange(chance.choice(_MEMBERS_SAY), chance))
+            damaged = damage_json(rng.choice(_ELASTIC_MESSAGES), rng)
+            message = _as_received(damaged)
             if message.get("epoch") == 0:
                 message["epoch"] = epoch
             with _suppress():
@@ -373,14 +371,16 @@ def targets() -> list[Target]:
     noise = [bytes(range(64)), b"\0" * 8, b"abcdefgh" * 4]
     message: Mapping[str, Any] = {"type": "exchange", "number": 1, "value": [1, "x"]}
     return [
-        Target("introduction", _introduction, [_INTRODUCTION], refused),
-        Target("callee", _callee, [_INTRODUCTION, _INTRODUCTION + bytes(32)], refused),
+        Target("request", _request, [_REQUEST], refused),
+        Target("callee", _callee, [_REQUEST, _REQUEST + bytes(32)], refused),
         Target("caller", _caller, [bytes(96), bytes(range(96))], refused),
-        Target("opener", _opened, [_sealed(dict(message), {"type": "leave"})], refused),
         Target(
-            "genuine",
-            _opened_genuine,
-            [*(json.dumps(m).encode() for m in _SAYINGS), deep],
+            "sealed", _open_sealed, [_sealed(dict(message), {"type": "leave"})], refused
+        ),
+        Target(
+            "authentic",
+            _open_authentic,
+            [*(json.dumps(m).encode() for m in _STATIC_MESSAGES), deep],
             refused,
         ),
         Target("object", _object, [*_objects_of(), boxed], value),
@@ -417,7 +417,9 @@ def targets() -> list[Target]:
             [b"gpu[08-10,12]-ib,login"],
             value,
         ),
-        Target("place", _place, _PLACES, (StartupError, ValueError)),
+        Target(
+            "launcher", _launcher, _LAUNCHER_ENVIRONMENTS, (StartupError, ValueError)
+        ),
         Target("slurm", _slurm, [b"0=n[1-3,08]\n1=2(x3),1"], value),
         Target("coordinator", _coordinator, noise),
         Target("members", _members, noise),

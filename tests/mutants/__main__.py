@@ -1,8 +1,9 @@
-"""python -m mutants [--only WORDS]: makes each mistake of table.toml, runs the tests.
+"""python -m mutants [--only WORDS]: mutation tests of the native core.
 
-Run it by `make mutants`, or from the folder tests/. It builds a copy of the sources in
-build/mutants again for every mistake. A mistake that no test notices is a gap in the
-tests, unless the table gives a reason.
+For each mistake of table.toml, the program makes the mistake in a copy of the sources
+in build/mutants, builds the copy, and runs the native tests. A mistake that no test
+notices is a gap in the tests, unless the table gives a reason. Run the program by `make
+mutants`, or from the folder tests/.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "mutants" / "tree"
 BUILD = ROOT / "build" / "mutants" / "build"
 COPIED = ("CMakeLists.txt", "xla_ext", "tests/native", "tests/fuzz")
-# Limits, because a mistake may make tests hang.
-MOST_SECONDS = 60  # for the mutant's own tests
-MOST_IN_ALL = 900
+# Timeouts in seconds, because a mistake may make tests hang.
+TIMEOUT = 60  # for each of the tests that the table names
+SUITE_TIMEOUT = 900  # for all tests
 
 
 @dataclass(frozen=True)
 class Mutant:
     """A deliberate mistake that replaces `original` at one place in `file`."""
 
-    what: str
+    mistake: str  # a description
     file: str
     original: str
     replacement: str
-    tests: list[str] = field(default_factory=list)  # run first: they should fail
+    tests: list[str] = field(default_factory=list)  # should fail, and run first
     accepted: str = ""  # the reason why no test needs to fail
 
     def applied_to(self, source: str) -> str:
@@ -57,7 +58,7 @@ def _files() -> Iterator[Path]:
 
 
 def _copy_tree() -> None:
-    """Copies only changed files, so that only little is built again."""
+    """Copies only changed files, because a build compiles all new files."""
     wanted = {path.relative_to(ROOT): path for path in _files()}
     for old in [path for path in TREE.rglob("*") if path.is_file()]:
         if old.relative_to(TREE) not in wanted:
@@ -70,7 +71,7 @@ def _copy_tree() -> None:
 
 
 def _build() -> str:
-    """Builds the copy. Returns "" or the compiler's errors."""
+    """Builds the copy; returns the errors of the compiler, or ""."""
     done = subprocess.run(
         ["cmake", "--build", BUILD], capture_output=True, text=True, check=False
     )
@@ -84,7 +85,7 @@ def _configure() -> None:
 
 
 def _noticed_by(name: str, seconds: float) -> str:
-    """The failing tests among those whose names contain `name`; "" if none fails."""
+    """Runs the tests whose names contain `name`; returns the failing ones, or ""."""
     command = ["setarch", "-R", str(BUILD / "ringjax_native_tests"), name]
     try:
         done = subprocess.run(
@@ -98,23 +99,23 @@ def _noticed_by(name: str, seconds: float) -> str:
     return ", ".join(failed) or f"{name or 'a test'}, with exit code {done.returncode}"
 
 
-def _verdict(mutant: Mutant) -> str:
-    """The tests that fail with the mutant; empty if none does."""
+def _run_tests(mutant: Mutant) -> str:
+    """Returns the tests that fail with the mutant, or ""."""
     for name in mutant.tests:
-        if noticed := _noticed_by(name, MOST_SECONDS):
+        if noticed := _noticed_by(name, TIMEOUT):
             return noticed
-    return _noticed_by("", MOST_IN_ALL)
+    return _noticed_by("", SUITE_TIMEOUT)
 
 
 def _try(mutant: Mutant) -> str:
-    """Makes a mistake and returns its outcome; ValueError if no test notices it."""
+    """Makes a mistake and returns the outcome; raises ValueError if it is a gap."""
     copy = TREE / mutant.file
     source = copy.read_text()
     copy.write_text(mutant.applied_to(source))
     try:
         if errors := _build():
             raise ValueError(f"it does not compile:\n{errors}")
-        noticed = _verdict(mutant)
+        noticed = _run_tests(mutant)
     finally:
         copy.write_text(source)
     if noticed:
@@ -125,22 +126,24 @@ def _try(mutant: Mutant) -> str:
 
 
 def _check_sound(mutants: Sequence[Mutant]) -> None:
-    """Checks that without a mistake everything builds and the tests pass."""
+    """Checks that without a mistake the copy builds and its tests pass."""
     if errors := _build():
         sys.exit(f"the sources do not compile:\n{errors}")
     for name in sorted({name for mutant in mutants for name in mutant.tests}):
-        if failed := _noticed_by(name, MOST_SECONDS):
+        if failed := _noticed_by(name, TIMEOUT):
             sys.exit(f"without any mistake: {failed} fails")
 
 
 def main() -> None:
-    """Prints a line for each mistake; exits with 1 if no test notices one of them."""
+    """Prints a line for each mistake, and exits with 1 if there is a gap."""
     parser = argparse.ArgumentParser(prog="python -m mutants")
-    parser.add_argument("--only", default="", help="those whose description has this")
+    parser.add_argument(
+        "--only", default="", help="only mistakes whose description has this"
+    )
     only = parser.parse_args().only
     with (Path(__file__).parent / "table.toml").open("rb") as file:
         table = [Mutant(**entry) for entry in tomllib.load(file)["mutant"]]
-    mutants = [mutant for mutant in table if only in mutant.what]
+    mutants = [mutant for mutant in table if only in mutant.mistake]
     _copy_tree()
     _configure()
     _check_sound(mutants)
@@ -153,9 +156,9 @@ def main() -> None:
             gaps += 1
             outcome = f"GAP: {error}"
         seconds = time.monotonic() - start
-        place = f"[{number}/{len(mutants)}] {seconds:4.0f} s"
-        print(f"{place}  {mutant.what}: {outcome}", flush=True)
-    print(f"{len(mutants)} mistakes, {gaps} of them a gap")
+        position = f"[{number}/{len(mutants)}] {seconds:4.0f} s"
+        print(f"{position}  {mutant.mistake}: {outcome}", flush=True)
+    print(f"{len(mutants)} mistakes, {gaps} gaps")
     sys.exit(1 if gaps or not mutants else 0)
 
 

@@ -1,1 +1,1 @@
-"""Elastic jobs in simulated time: the real rules, thousands of seeds a second."""
+"""Elastic jobs in simulated time, with the real rules, thousands of seeds a second."""

@@ -1,4 +1,4 @@
-"""Runs many simulated jobs from the command line, see job.py."""
+"""Runs many simulated jobs from the command line. job.py describes the simulation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from simulation import job
 from simulation.call import Violation
 from simulation.wrong_rules import WRONG
 
-ALL = {1: 50_000, 2: 5_000, 3: 5_000}  # workers in a group -> number of seeds
+ALL = {1: 50_000, 2: 5_000, 3: 5_000}  # the number of seeds for each group size
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs many seeds and prints the failing ones; returns 1 if a seed failed."""
+    """Runs many seeds, prints failing seeds, and returns 1 if a seed failed."""
     parser = argparse.ArgumentParser(description=job.__doc__)
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 10000))
     parser.add_argument("--wrong", choices=WRONG, default="")

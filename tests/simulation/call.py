@@ -1,4 +1,4 @@
-"""Simulated collectives: their inputs, when these arrive, and their results."""
+"""Simulated collectives: inputs, arrival times of inputs, and results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CallKey = tuple[Any, ...]
 
 
 class Violation(AssertionError):
-    """An invariant does not hold."""
+    """Raised if an invariant does not hold."""
 
 
 class SimulatedComm:
@@ -33,30 +33,30 @@ class Call:
     def __init__(self, comm: SimulatedComm, number: int, key: CallKey, inline: bool):
         self.comm, self.number = comm, number
         self.key, self.inline = key, inline
-        self.inputs: dict[int, Any] = {}  # by worker
+        self.inputs: dict[int, Any] = {}  # the input of each worker
         self.ended: dict[int, Any] = {}
-        # (from, to) -> the arrival time of the input, and of the message that the
-        # result is complete.
+        # For each pair (from, to), the arrival time of the input, and that of the
+        # message that the sender has its result.
         self.arrivals: dict[tuple[int, int], float] = {}
         self.endings: dict[tuple[int, int], float] = {}
 
     def peers(self, worker: int, group: int) -> tuple[int, ...]:
-        """The workers with which a worker exchanges inputs."""
+        """Returns the workers with which a worker exchanges inputs."""
         order = self.comm.order
         if group == 1 or self.key[0] != "step":
             return order
         return tuple(w for w in order if w % group == worker % group)
 
     def value(self) -> CallKey:
-        """The result of all ranks: the contributors and the data."""
+        """Returns the result of the call: the contributors and the data."""
         order = self.comm.order
         if self.key[0] == "sync":
             return (order, self.inputs[order[0]])
         samples = number = 0
         for worker in order:
-            mask, wish = self.inputs.get(worker, (0, 0))
+            mask, resize = self.inputs.get(worker, (0, 0))
             if samples & mask:
                 raise Violation(f"I6: a sample twice in {self.key}: {self.inputs}")
             samples |= mask
-            number = max(number, wish)
+            number = max(number, resize)
         return (order, samples, number, self.comm.epoch)

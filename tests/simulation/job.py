@@ -1,11 +1,11 @@
-"""A simulation of elastic jobs: many short ones, each decided by a seed.
+"""A simulation of elastic jobs: many short jobs, each decided by a seed.
 
     python -m simulation --seeds 0 100000
 
 Workers (worker.py) train over a network with random delays. Workers and the coordinator
-are killed, frozen, separated, started and dismissed at random moments. The
-coordinator's rules (`JobMembership`) and the workers' end (`CoordinatorClient`) are the
-real ones. At the end these must hold:
+are killed, frozen, separated, started and dismissed at random moments. `JobMembership`,
+the rules of the coordinator, and `CoordinatorClient`, the end of a worker, are the real
+classes. At the end of each job these invariants must hold:
 
 I1  every call has the same commit decision and result on all survivors
 I2  a result is the sum over one membership
@@ -15,7 +15,7 @@ I5  epochs only grow, for every worker
 I6  every sample is used exactly once in the steps that count
 I7  groups are lost and admitted whole
 
-With groups, a rank sends its inputs only to the ranks with the same place in the other
+With groups, a rank sends its inputs only to the ranks with the same position in other
 groups. A call ends when all ranks have complete results (`ringjax/world/groups.py`).
 """
 
@@ -32,8 +32,8 @@ from simulation import wrong_rules
 from simulation.call import Call, SimulatedComm, Violation
 from simulation.worker import Channel, Worker
 
-SILENCE = 5.0  # seconds until a heartbeat is missed
-MOST_EVENTS = 20000
+FAILURE_TIMEOUT = 5.0  # seconds of silence after which a peer is suspected
+MAX_EVENTS = 20000
 
 
 class Simulation:
@@ -41,7 +41,7 @@ class Simulation:
 
     Args:
         seed: decides everything that happens.
-        wrong: the name of a planted mistake from `WRONG`, or "".
+        wrong: the name of a planted mistake of wrong_rules.py, or "".
         group: the number of workers that are lost together and join together.
     """
 
@@ -75,7 +75,7 @@ class Simulation:
         self.tick_at: float | None = None
         self.workers: dict[int, Worker] = {}
         self.pairs: set[tuple[int, int]] = set()  # workers that cannot reach each other
-        self.cuts: dict[tuple[int, int], float] = {}  # (from, to) -> since
+        self.cuts: dict[tuple[int, int], float] = {}  # (from, to): messages are lost
         self.comms: dict[tuple[int, tuple[int, ...]], SimulatedComm] = {}
         self.formations: dict[tuple[int, int], tuple[int, ...]] = {}
         for _ in range(count):
@@ -84,10 +84,10 @@ class Simulation:
 
     # --- time ---
 
-    def at(self, delay: float, what: Callable[..., None], *args: Any) -> None:
-        """Schedules a call."""
+    def at(self, delay: float, function: Callable[..., None], *args: Any) -> None:
+        """Schedules a call of `function` after `delay` seconds."""
         self.counter += 1
-        heapq.heappush(self.events, (self.now + delay, self.counter, what, args))
+        heapq.heappush(self.events, (self.now + delay, self.counter, function, args))
 
     def delay(self, times: float = 1.0) -> float:
         return self.random() * 0.005 * times
@@ -115,16 +115,16 @@ class Simulation:
         """Runs all events, then checks the invariants; raises Violation."""
         events, pop = self.events, heapq.heappop
         while events:
-            self.now, _, what, args = pop(events)
-            what(*args)
-            if self.counter > MOST_EVENTS:
+            self.now, _, function, args = pop(events)
+            function(*args)
+            if self.counter > MAX_EVENTS:
                 raise Violation("I3: it never ends")
         self.check()
 
     # --- the failures ---
 
     def choose(self) -> Worker | None:
-        """A random running process; None if no process runs."""
+        """Returns a random running worker, or None if none runs."""
         alive = [w for w in self.workers.values() if w.state not in ("dead", "end")]
         return alive[int(self.random() * len(alive))] if alive else None
 
@@ -161,21 +161,21 @@ class Simulation:
             when = max(channel.up, self.now + self.delay())
             self.at(when - self.now, self.on_channel_closed, channel)
         self.at(self.delay(), self.on_process_ended, worker.number)
-        self.tell_peers(worker.number, 0.0)
+        self.report_silence(worker.number, 0.0)
         mates = [self.workers[w] for w in self.config.group_of(worker.number)]
         gone = all(mate.state in ("dead", "end") for mate in mates)
         # Launch a new group once all processes of the old one have ended.
         if self.replace and gone and all(m.cause in ("", "fenced") for m in mates):
             self.at(self.delay(20), self.launch)
 
-    def tell_peers(self, number: int, silence: float) -> None:
+    def report_silence(self, number: int, silence: float) -> None:
         for peer in self.workers.values():
             members = peer.members
             if members is not None and number in peer.history[members.epoch]:
                 wait = silence * (0.8 + 0.2 * self.random()) + self.delay()
                 self.at(wait, peer.on_peer_silent, number, members.epoch)
 
-    def tell_left(self, number: int) -> None:
+    def report_leave(self, number: int) -> None:
         for peer in self.workers.values():
             members = peer.members
             if members is not None and number in peer.history[members.epoch]:
@@ -188,13 +188,13 @@ class Simulation:
             self.at(
                 self.random() * (0.05 if self.random() < 0.5 else 20), self.thaw, worker
             )
-            self.tell_peers(worker.number, SILENCE)
+            self.report_silence(worker.number, FAILURE_TIMEOUT)
 
     def thaw(self, worker: Worker) -> None:
         worker.frozen = False
         if worker.state not in ("dead", "end"):
-            for what, args in worker.deferred:
-                self.at(0.0, what, *args)
+            for function, args in worker.deferred:
+                self.at(0.0, function, *args)
         worker.deferred.clear()
 
     def separate(self) -> None:
@@ -206,7 +206,7 @@ class Simulation:
         for peer, number in ((one, b), (other, a)):
             self.cuts.setdefault((peer.number, number), self.now)
             if peer.members and number in peer.history[peer.members.epoch]:
-                wait = SILENCE * (0.8 + 0.2 * self.random())
+                wait = FAILURE_TIMEOUT * (0.8 + 0.2 * self.random())
                 self.at(wait, peer.on_peer_silent, number, peer.members.epoch)
 
     def crash(self) -> None:
@@ -216,7 +216,7 @@ class Simulation:
         began = self.membership.phase != "assembly" or self.crashes > 1
         self.membership, self.present = JobMembership(self.config, began), {}
         self.tick_at = None
-        for number in self.finished:  # the launcher remembers these
+        for number in self.finished:  # the launcher remembers finished workers
             self.membership.mark_finished(number, self.now)
         for worker in self.workers.values():
             channel = worker.connection.channel
@@ -234,28 +234,32 @@ class Simulation:
     def is_separated(self, one: int, other: int) -> bool:
         return (one, other) in self.pairs
 
-    def silent(self, one: int, other: int) -> bool:
-        """Whether a worker gets no heartbeats from another worker."""
+    def is_silent(self, one: int, other: int) -> bool:
+        """Whether worker `one` receives no heartbeats from worker `other`."""
         peer = self.workers[other]
         lost = peer.cause in ("fenced", "stopped")
         return (
             peer.state == "dead" or peer.frozen or lost or self.is_separated(one, other)
         )
 
-    def watch(self, worker: Worker, others: tuple[int, ...]) -> None:
-        """A worker begins to build links, and may find a peer missing."""
+    def schedule_observations(self, worker: Worker, others: tuple[int, ...]) -> None:
+        """Schedules what a worker detects about its peers in a new epoch."""
         members = worker.members
         assert members is not None
         for other in others:
             peer = self.workers[other]
             if peer.state == "bye" or peer.cause == "finished":
                 self.at(self.delay(), worker.on_peer_finished, other, members.epoch)
-            elif other != worker.number and self.silent(worker.number, other):
+            elif other != worker.number and self.is_silent(worker.number, other):
                 dead = self.workers[other].state in ("dead", "end")
-                wait = self.delay() if dead else SILENCE * (0.8 + 0.2 * self.random())
+                wait = (
+                    self.delay()
+                    if dead
+                    else FAILURE_TIMEOUT * (0.8 + 0.2 * self.random())
+                )
                 self.at(wait, worker.on_peer_silent, other, members.epoch)
 
-    def spread(
+    def send_to_peers(
         self,
         call: Call,
         number: int,
@@ -263,7 +267,10 @@ class Simulation:
         arrivals: dict[tuple[int, int], float],
         then: str,
     ) -> None:
-        """A rank sends to all ranks. The last one schedules the next stage."""
+        """Sends from one rank to its peers. The last sender schedules the next stage.
+
+        `stage` are the ranks that have sent, `then` is the method of the next stage.
+        """
         order, now = call.comm.order, self.now
         if then == "complete" or self.wrong == "own ending":
             order = call.peers(number, self.group)
@@ -274,8 +281,8 @@ class Simulation:
                 when = max(arrivals[sender, other] for sender in order)
                 self.at(when - now, getattr(self.workers[other], then), call)
 
-    def cut(self, number: int, arrivals: dict[tuple[int, int], float]) -> bool:
-        """Whether a message to a rank has been lost."""
+    def is_lost(self, number: int, arrivals: dict[tuple[int, int], float]) -> bool:
+        """Whether a message that this rank needs has been lost."""
         cuts = self.cuts
         return bool(cuts) and any(
             pair[1] == number and when > cuts.get(pair, when)
@@ -334,9 +341,9 @@ class Simulation:
             self.deliver()
 
     def deliver(self) -> None:
-        mail, news = self.membership.drain()
+        messages, events = self.membership.drain()
         now = self.now
-        for number, message, last in mail:
+        for number, message, last in messages:
             channel = self.present.get(number)
             if channel is not None:
                 channel.down = max(channel.down, now + self.delay())
@@ -344,7 +351,7 @@ class Simulation:
                 self.at(wait, self.worker_receive, channel, message)
                 if last:
                     del self.present[number]
-        for event in news:
+        for event in events:
             if event[0] == "fenced" and (self.random() < 0.7 or self.group > 1):
                 self.at(self.delay(10), self.kill, self.workers[event[1]])
             elif event[0] == "finished":
@@ -374,7 +381,7 @@ class Simulation:
             self.comms[key] = SimulatedComm(epoch, order)
         return self.comms[key]
 
-    def formed(self, epoch: int, order: tuple[int, ...]) -> None:
+    def check_formation(self, epoch: int, order: tuple[int, ...]) -> None:
         """Checks that a coordinator announces one membership for an epoch."""
         known = self.formations.setdefault((self.crashes, epoch), order)
         if known != order and not self.crashes:
@@ -386,10 +393,10 @@ class Simulation:
         if not finished.issuperset(set(order) - set(whole)):
             raise Violation(f"I7: epoch {epoch} has parts of groups: {order}")
 
-    def raises(self) -> bool:
+    def raises_error(self) -> bool:
         return self.raising > 0 and self.random() < self.raising
 
-    def unlucky(self, worker: Worker) -> bool:
+    def loses_inputs(self, worker: Worker) -> bool:
         """Whether the worker has lost the inputs of its call."""
         return self.failing > 0 and self.random() < self.failing
 
@@ -406,14 +413,14 @@ class Simulation:
             if worker.state not in ("dead", "end") and not worker.frozen
         ]
         if text.startswith("every rank has left"):
-            # Newcomers do not count then. Members count if they were not asked to
-            # leave.
+            # Newcomers do not keep the job alive, but members do, unless they were
+            # asked to leave.
             epoch = self.membership.epoch
-            stayed = set(epoch.order) - self.membership._outbox.fenced.keys()
+            remaining = set(epoch.order) - self.membership._outbox.fenced.keys()
             asked = [w.number for w in self.workers.values() if w.leaving]
-            stayed.difference_update(*map(self.config.group_of, asked))
-            if stayed:
-                raise Violation(f"I3: stopped ({text}), but not {sorted(stayed)}")
+            remaining.difference_update(*map(self.config.group_of, asked))
+            if remaining:
+                raise Violation(f"I3: stopped ({text}), but not {sorted(remaining)}")
             return
         if (
             len(self.config.complete_groups(healthy)) >= self.min_np
@@ -422,9 +429,9 @@ class Simulation:
             raise Violation(f"I3: stopped ({text}) with {healthy} alive")
 
     def check(self) -> None:
-        # If the coordinator dies while members finish, a member's last report may be
-        # lost. Then survivors repeat a call that this member has already completed. It
-        # is the last agreement about changes, whose result has no effect any more.
+        # If the coordinator crashes while members finish, the last report of a member
+        # may be lost. Then survivors repeat a call that this member has completed: the
+        # last check for updates, whose result has no effect any more.
         known: dict[Any, Any] = {}
         ends: dict[tuple[int, int], int] = {}
         for worker in self.workers.values():

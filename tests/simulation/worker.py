@@ -1,9 +1,9 @@
-"""A worker of an elastic job, as far as the protocol goes, in simulated time.
+"""A worker of an elastic job in simulated time, which follows the real protocol.
 
-It has the real `CoordinatorClient`; links, communicators, the recovery and the training
-loop are models. A call is one exchange of inputs between all ranks of an epoch and an
-end barrier. A call with inline data has no end barrier, but its inputs stay in a shared
-segment. The world around it is in job.py.
+The `CoordinatorClient` is the real class. Links, communicators, the recovery and the
+training loop are models. A call is one exchange of inputs between all ranks of an epoch
+and an end barrier. A call with inline data has no end barrier, but its inputs stay in a
+shared segment. job.py simulates the network, the coordinator and the failures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from simulation.job import Simulation
 
 
-ENDS = {Dismiss: "dismissed", Fence: "fenced", Stop: "stopped"}
+CAUSES = {Dismiss: "dismissed", Fence: "fenced", Stop: "stopped"}
 
 
 class Channel:
@@ -34,9 +34,9 @@ class Channel:
 
     Attributes:
         worker: the number of the worker.
-        term: the coordinator; each crash increases the term.
-        up: when the last message to the coordinator arrives.
-        down: when the last message to the worker arrives.
+        term: the number of the coordinator, which each crash increases.
+        up: the time at which the last message to the coordinator arrives.
+        down: the time at which the last message to the worker arrives.
     """
 
     __slots__ = ("down", "term", "up", "worker")
@@ -47,40 +47,42 @@ class Channel:
 
 
 class SimulatedConnection:
-    """Replaces `Connection`: passes messages to the simulated network."""
+    """Replaces `Connection`, and passes messages to the simulated network."""
 
-    __slots__ = ("channel", "worker", "world")
+    __slots__ = ("channel", "simulation", "worker")
     reconnects = True
 
-    def __init__(self, world: Simulation, worker: int) -> None:
-        self.world, self.worker = world, worker
+    def __init__(self, simulation: Simulation, worker: int) -> None:
+        self.simulation, self.worker = simulation, worker
         self.channel: Channel | None = None
 
     def send(self, message: dict[str, Any]) -> None:
         if self.channel is not None:
-            self.world.send_up(self.channel, message)
+            self.simulation.send_up(self.channel, message)
 
 
 class Worker:
-    """A simulated worker process; `state` is "new", "work", "end" or between."""
+    """A simulated worker process.
+
+    `state` is "new", "work", "pause", "restart", "bye" (it leaves), "dead" or "end".
+    """
 
     __slots__ = (
         "aborted", "base", "blocked", "call", "call_done", "cause", "client",
         "closed", "comm", "commit", "connection", "deferred", "done", "frozen",
         "history", "inline", "key", "leaving", "left", "log", "members",
         "must_restart", "newcomer", "number", "pending", "reported", "returned",
-        "revoked", "state", "step", "suspected", "used", "view", "world",
+        "revoked", "simulation", "state", "step", "suspected", "used", "view",
     )  # fmt: skip
 
-    def __init__(self, world: Simulation, number: int) -> None:
-        self.world, self.number = world, number
-        self.connection = SimulatedConnection(world, number)
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        self.simulation, self.number = simulation, number
+        self.connection = SimulatedConnection(simulation, number)
         self.client = CoordinatorClient(number, self.connection, {})  # type: ignore[arg-type]
         self.state, self.cause = "new", ""
         self.frozen = False
-        self.deferred: list[
-            tuple[Any, tuple[Any, ...]]
-        ] = []  # until the worker is thawed
+        # Calls that wait until the worker is no longer frozen.
+        self.deferred: list[tuple[Any, tuple[Any, ...]]] = []
         self.members: EpochDirective | None = None
         self.comm: SimulatedComm | None = None
         self.call: Call | None = None  # in flight
@@ -94,7 +96,7 @@ class Worker:
         self.suspected: set[int] = set()
         self.left: set[int] = set()  # peers that have finished
         self.must_restart, self.newcomer, self.leaving = False, False, False
-        self.pending = 0  # announced change
+        self.pending = 0  # the number of the announced resize
         self.log: dict[CallKey, CallKey] = {}
         # The training loop: samples used so far, as a bit mask, and steps.
         self.used = self.step = 0
@@ -110,12 +112,12 @@ class Worker:
         with client._changed:
             first = client._first
             client.on_message(message)
-            heard, client._directives = client._directives, []
+            directives, client._directives = client._directives, []
         if first is None and client._first is not None:
-            heard.insert(0, client._first)
+            directives.insert(0, client._first)
         if client._leave_acknowledged:
             self.finish("finished")
-        for directive in heard:
+        for directive in directives:
             ends = isinstance(directive, Dismiss | Fence | Stop)
             if self.state == "end" or (self.state == "bye" and not ends):
                 return
@@ -133,27 +135,27 @@ class Worker:
             self.pending = directive.number
         elif isinstance(directive, Welcome):
             self.newcomer = True
-            self.world.at(self.world.delay(20), self.warm)
+            self.simulation.at(self.simulation.delay(20), self.finish_warm_up)
         elif isinstance(directive, Dismiss | Fence | Stop):
-            self.finish(ENDS[type(directive)], directive.text)
+            self.finish(CAUSES[type(directive)], directive.text)
 
-    def warm(self) -> None:
+    def finish_warm_up(self) -> None:
         if self.state == "new":
             self.client.ready()
 
     def finish(self, cause: str, text: str = "") -> None:
         self.state, self.cause, self.call = "end", cause, None
-        self.world.ended(self, text)
+        self.simulation.ended(self, text)
 
     def on_members(self, directive: EpochDirective) -> None:
-        """Applies the decisions and begins to build the next communicator."""
-        old, world = self.members, self.world
+        """Applies the commit decisions and starts to build the next communicator."""
+        old, simulation = self.members, self.simulation
         if old is not None and directive.epoch <= old.epoch:
             raise Violation(
                 f"I5: {self.number} gets {directive.epoch} after {old.epoch}"
             )
         workers = tuple(member.worker for member in directive.members)
-        world.formed(directive.epoch, workers)
+        simulation.check_formation(directive.epoch, workers)
         self.members, self.history[directive.epoch] = directive, workers
         call = self.call
         self.call = self.comm = None
@@ -161,29 +163,29 @@ class Worker:
         self.suspected.clear()
         self.left.clear()
         self.returned = self.done = self.pending = 0
-        build = world.comm(directive.epoch, workers)
-        build.ready.add(self.number)
-        world.watch(self, workers)
+        comm = simulation.comm(directive.epoch, workers)
+        comm.ready.add(self.number)
+        simulation.schedule_observations(self, workers)
         if directive.kind != "repair":
             self.base = directive.epoch
             self.view = self.view or workers
             self.must_restart = directive.kind != "start" or self.newcomer
             self.newcomer = False
         self.apply_decision(call, directive)
-        if len(build.ready) == build.size:
+        if len(comm.ready) == comm.size:
             for number in workers:
-                world.at(world.delay(2), self.install_at, number, build)
+                simulation.at(simulation.delay(2), self.install_at, number, comm)
 
-    def install_at(self, number: int, build: SimulatedComm) -> None:
-        self.world.workers[number].install(build)
+    def install_at(self, number: int, comm: SimulatedComm) -> None:
+        self.simulation.workers[number].install(comm)
 
     def apply_decision(self, call: Call | None, directive: EpochDirective) -> None:
         finished, repeats = directive.decisions.get(0, (0, directive.kind == "repair"))
-        if self.world.wrong == "naive" and call is not None:
+        if self.simulation.wrong == "naive" and call is not None:
             finished, repeats = (call.number if self.call_done else 0), True
         if self.state in ("pause", "restart") and directive.kind == "repair":
             if self.state == "pause":
-                self.say_pause()
+                self.send_pause()
             else:
                 self.client.restart(directive.epoch, "again")
         elif self.state in ("pause", "restart", "new"):
@@ -204,29 +206,31 @@ class Worker:
             else:
                 self.fail()
 
-    def install(self, build: SimulatedComm) -> None:
+    def install(self, comm: SimulatedComm) -> None:
         """Starts to use the communicator, whose links are all connected."""
         members = self.members
         if self.frozen:
-            self.deferred.append((self.install, (build,)))
+            self.deferred.append((self.install, (comm,)))
         elif (
             self.state != "end"
             and members is not None
-            and members.epoch == build.epoch
-            and self.history[build.epoch] == build.order
+            and members.epoch == comm.epoch
+            and self.history[comm.epoch] == comm.order
             and not self.aborted
         ):
-            self.comm = build
+            self.comm = comm
             if self.blocked:
                 self.enter()
 
     # --- losses ---
 
     def abort(self) -> None:
-        """Ends the communicator on this worker; its calls stop a bit later."""
+        """Aborts the communicator on this worker. Its calls stop some time later."""
         if not self.aborted and self.members is not None and self.state != "end":
             self.aborted = True
-            self.world.at(self.world.delay(), self.quiesce, self.members.epoch)
+            self.simulation.at(
+                self.simulation.delay(), self.quiesce, self.members.epoch
+            )
 
     def quiesce(self, epoch: int) -> None:
         if self.frozen:
@@ -235,14 +239,14 @@ class Worker:
             self.closed = True
             if self.call is not None:
                 self.blocked = True
-            if self.revoked or self.world.eager:
+            if self.revoked or self.simulation.eager:
                 self.report()
 
     def report(self) -> None:
         if self.reported or self.members is None:
             return
         self.reported = True
-        line = (self.returned, self.done, not self.world.unlucky(self))
+        line = (self.returned, self.done, not self.simulation.loses_inputs(self))
         lines = {0: line if self.comm is not None else (0, 0, True)}
         self.client.report(self.members.epoch, lines)
 
@@ -254,16 +258,18 @@ class Worker:
         members = self.members
         if members is None or members.epoch != epoch or self.state == "end":
             return
-        if other in self.suspected or not self.world.silent(self.number, other):
+        if other in self.suspected or not self.simulation.is_silent(self.number, other):
             return
         self.suspected.add(other)
         rank = self.history[epoch].index(other)
         self.client.suspect(epoch, rank, "silent")
         self.abort()
         for worker in self.history[epoch]:  # all members notice the abort
-            peer = self.world.workers[worker]
-            if peer is not self and not self.world.is_separated(self.number, worker):
-                self.world.at(self.world.delay(), peer.on_peer_abort, epoch)
+            peer = self.simulation.workers[worker]
+            if peer is not self and not self.simulation.is_separated(
+                self.number, worker
+            ):
+                self.simulation.at(self.simulation.delay(), peer.on_peer_abort, epoch)
 
     def on_peer_finished(self, other: int, epoch: int) -> None:
         """Handles a heartbeat that says that its peer has finished."""
@@ -271,10 +277,10 @@ class Worker:
             self.deferred.append((self.on_peer_finished, (other, epoch)))
         elif self.members is not None and self.members.epoch == epoch:
             self.left.add(other)
-            self.accuse_finished()
+            self.suspect_finished()
 
-    def accuse_finished(self) -> None:
-        """Accuses peers that have finished, if a call waits for them."""
+    def suspect_finished(self) -> None:
+        """Suspects peers that have finished, if a call waits for them."""
         members = self.members
         if not (self.left and members and (self.call or self.blocked)):
             return
@@ -295,47 +301,51 @@ class Worker:
 
     def enter(self) -> None:
         """Sends this rank's input to the next call of the communicator."""
-        build = self.comm
-        assert build is not None
+        comm = self.comm
+        assert comm is not None
         number = self.returned
-        if len(build.calls) == number:
-            build.calls.append(Call(build, number + 1, self.key, self.inline))
-        call = build.calls[number]
+        if len(comm.calls) == number:
+            comm.calls.append(Call(comm, number + 1, self.key, self.inline))
+        call = comm.calls[number]
         if call.key != self.key:
             raise Violation(f"I1: {self.number} is at {self.key}, others {call.key}")
         self.call, self.blocked, self.call_done = call, False, False
         if self.inline:
-            given: Any = (0, self.pending)
+            value: Any = (0, self.pending)
         elif self.key[0] == "sync":
-            given = self.commit
+            value = self.commit
         else:
-            given = (self.batch(), 0)
-        call.inputs[self.number] = given
-        self.world.spread(call, self.number, call.inputs, call.arrivals, "complete")
+            value = (self.batch(), 0)
+        call.inputs[self.number] = value
+        self.simulation.send_to_peers(
+            call, self.number, call.inputs, call.arrivals, "complete"
+        )
 
     def complete(self, call: Call) -> None:
         """Handles the arrival of the last input on this worker."""
         if self.frozen:
             self.deferred.append((self.complete, (call,)))
         elif self.call is call and not self.closed and not self.call_done:
-            if not call.inline and self.world.cut(self.number, call.arrivals):
+            if not call.inline and self.simulation.is_lost(self.number, call.arrivals):
                 return
             self.done, self.call_done = call.number, True
-            if call.inline or self.world.wrong == "no barrier":
+            if call.inline or self.simulation.wrong == "no barrier":
                 self.returned = call.number
                 self.call = None
                 self.result(call)
             else:
                 call.ended[self.number] = True
-                world = self.world
-                world.spread(call, self.number, call.ended, call.endings, "released")
+                simulation = self.simulation
+                simulation.send_to_peers(
+                    call, self.number, call.ended, call.endings, "released"
+                )
 
     def released(self, call: Call) -> None:
         """Returns from the call, since all ranks have complete results."""
         if self.frozen:
             self.deferred.append((self.released, (call,)))
         elif self.call is call and not self.closed:
-            if self.world.cut(self.number, call.endings):
+            if self.simulation.is_lost(self.number, call.endings):
                 return
             self.returned = call.number
             self.call = None
@@ -359,13 +369,13 @@ class Worker:
     # --- the training loop ---
 
     def batch(self) -> int:
-        """This rank's samples of the step, chosen by the used samples and the epoch."""
-        rest = [s for s in range(self.world.samples) if not self.used >> s & 1]
+        """Returns this rank's sample of the step, as a bit mask of unused samples."""
+        rest = [s for s in range(self.simulation.samples) if not self.used >> s & 1]
         rank = self.view.index(self.number)
         return 1 << rest[rank] if rank < len(rest) else 0
 
     def next_soon(self) -> None:
-        self.world.at(self.world.delay(), self.next)
+        self.simulation.at(self.simulation.delay(), self.next)
 
     def next(self) -> None:
         """Starts the program's next operation."""
@@ -379,15 +389,15 @@ class Worker:
             self.used, self.step = self.commit
             self.view = self.history[self.base]
             self.key, self.inline = ("sync", self.base), False
-        elif self.used == (1 << self.world.samples) - 1:
+        elif self.used == (1 << self.simulation.samples) - 1:
             lines = {0: (self.returned, self.done, True)}
-            if self.world.wrong == "silent leave" or self.comm is None:
+            if self.simulation.wrong == "silent leave" or self.comm is None:
                 lines = {}
             self.client.leave(lines)
             self.state = "bye"
-            self.world.tell_left(self.number)
+            self.simulation.report_leave(self.number)
             return
-        elif self.world.raises():
+        elif self.simulation.raises_error():
             self.ask_restart()
             return
         else:
@@ -401,7 +411,7 @@ class Worker:
         self.blocked = True
         if self.comm is not None and not self.aborted:
             self.enter()
-        self.accuse_finished()
+        self.suspect_finished()
 
     def result(self, call: Call) -> None:
         """Handles the return of a call without an error."""
@@ -421,13 +431,13 @@ class Worker:
             self.start()
             return
         elif value[2]:
-            self.say_pause()
+            self.send_pause()
             return
         elif value[3] != self.base:
             self.view = self.history[value[3]]
         self.next_soon()
 
-    def say_pause(self) -> None:
+    def send_pause(self) -> None:
         if self.must_restart:
             self.next_soon()
             return

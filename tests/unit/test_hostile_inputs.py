@@ -6,13 +6,13 @@ And that the search itself finds what is planted.
 from __future__ import annotations
 
 import pytest
-from fuzz.damage import MOST_MEMORY, Broken, Target, search
+from fuzz.damage import MAX_MEMORY, BadInputError, Target, fuzz
 from fuzz.python_targets import targets
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
 def test_damaged_inputs_are_refused(target: Target) -> None:
-    assert search(target, runs=4000, seed=6) == 4000
+    assert fuzz(target, runs=4000, seed=6) == 4000
 
 
 def _reads_behind_the_end(data: bytes) -> None:
@@ -22,7 +22,7 @@ def _reads_behind_the_end(data: bytes) -> None:
 
 def _takes_what_it_is_told(data: bytes) -> None:
     if len(data) > 4:  # few zeros suffice: gigabytes take seconds
-        bytearray(min(int.from_bytes(data[:4], "big"), MOST_MEMORY + 1))
+        bytearray(min(int.from_bytes(data[:4], "big"), MAX_MEMORY + 1))
 
 
 def _does_not_end(data: bytes) -> None:
@@ -41,6 +41,6 @@ def _does_not_end(data: bytes) -> None:
 def test_the_search_finds_what_is_planted(  # type: ignore[no-untyped-def]
     run, seed, found, monkeypatch
 ) -> None:
-    monkeypatch.setattr("fuzz.damage.LONGEST", 0.2)
-    with pytest.raises(Broken, match=found):
-        search(Target("planted", run, [seed], (ValueError,)), runs=20_000)
+    monkeypatch.setattr("fuzz.damage.MAX_SECONDS", 0.2)
+    with pytest.raises(BadInputError, match=found):
+        fuzz(Target("planted", run, [seed], (ValueError,)), runs=20_000)
