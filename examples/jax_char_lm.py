@@ -1,10 +1,11 @@
-"""A small transformer learns to write Python's manual, character by character.
+"""A small transformer learns to write the manual of Python, character by character.
 
     python jax_char_lm.py                    one rank
     ringrun -np 2 python jax_char_lm.py      two ranks, the same global batch
 
-The text is `pydoc_data.topics`, the topics of Python's help(): about 460,000 characters
-that every installation has. Needs flax: ``pip install "ringjax[examples]"``.
+The text is `pydoc_data.topics`, the topics of Python's `help()`. It has about 460,000
+characters and is part of every Python. Needs flax:
+``pip install "ringjax[examples]"``.
 
 To go further: ``--steps 3000 --width 192 --layers 4`` writes much better and takes some
 minutes, ``--batch 128`` feeds more ranks, ``--text FILE`` learns any text.
@@ -41,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(path: Path | None) -> str:
-    """Rank 0 reads and broadcasts it: Python's help texts differ by version."""
+    """Reads the text on rank 0 and broadcasts it, because Python versions differ."""
     text = None
     if ringjax.rank() == 0:
         if path is not None:
@@ -54,7 +55,7 @@ def load_text(path: Path | None) -> str:
 
 
 class Block(nn.Module):
-    """A layer: attention to earlier characters, then a network for each character."""
+    """A layer: attention to earlier characters, then a network for each position."""
 
     heads: int = 4
 
@@ -80,15 +81,15 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """Returns the logits of the next character at every position."""
-        places = nn.Embed(self.length, self.width)(jnp.arange(tokens.shape[-1]))
-        x = nn.Embed(self.letters, self.width)(tokens) + places
+        positions = nn.Embed(self.length, self.width)(jnp.arange(tokens.shape[-1]))
+        x = nn.Embed(self.letters, self.width)(tokens) + positions
         for _ in range(self.layers):
             x = Block()(x)
         return nn.Dense(self.letters)(nn.LayerNorm()(x))
 
 
 def bits_per_character(model, params, windows):
-    """The mean loss, in bits, of predicting each character from the ones before."""
+    """Returns the mean loss, in bits, of predicting characters from earlier ones."""
     logits = model.apply(params, windows[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     return losses.mean() / math.log(2)
@@ -143,9 +144,8 @@ def main() -> None:
     )
     tx = optax.chain(
         ringjax.allreduce_grads(),
-        optax.clip_by_global_norm(
-            1.0
-        ),  # after averaging, because clipping is not linear
+        # Clip after averaging, because clipping is not linear.
+        optax.clip_by_global_norm(1.0),
         optax.adamw(schedule),
     )
     params = ringjax.broadcast_parameters(params)

@@ -84,7 +84,7 @@ class Network(nn.Module):
 
 
 def measure(network, params, data):
-    """Loss and accuracy."""
+    """Returns the loss and the accuracy."""
     logits = network.apply(params, data.images)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, data.labels).mean()
     return loss, (logits.argmax(-1) == data.labels).mean()
@@ -108,7 +108,7 @@ def allreduce_seconds() -> float:
     return stats["allreduce"]["seconds"] if "allreduce" in stats else 0.0
 
 
-def report_exchange(steps: int) -> None:
+def print_statistics(steps: int) -> None:
     stats = ringjax.runtime.communicator().stats()
     done = stats.get("allreduce")
     if done is None:
@@ -174,7 +174,7 @@ def main() -> None:
                 flush=True,
             )
     if rank == 0:
-        report_exchange(steps)
+        print_statistics(steps)
         print("to go further: python jax_digits.py --help, examples/jax_char_lm.py")
 
 

@@ -1,10 +1,10 @@
 """Elastic training with JAX: it continues when ranks are lost, and new ranks join.
 
     ringrun -np 4 --min-np 2 python jax_elastic.py
-    kill -9 PID                                  of a rank, from another terminal
+    kill -9 PID                    in another terminal: kills the rank with this PID
 
 The surviving ranks finish the step without the lost rank, distribute its samples among
-themselves and continue. ringrun starts a new process, which joins a moment later. Every
+themselves and continue. ringrun starts a new process, which soon joins the job. Every
 sample is in exactly one step of each epoch. The data are the handwritten digits of
 `jax_digits.py`. Needs ``pip install "ringjax[examples,checkpoint]"``.
 
@@ -62,7 +62,7 @@ def train_on(state, rows):
 
 
 def warm_up(state):
-    """Compiles the step in a rank that is going to join, while the members train."""
+    """Compiles the step in a joining rank, while the members train."""
     train_on(state, np.arange(arguments.batch))
 
 

@@ -1,14 +1,15 @@
-"""A model sharded over each rank's devices and averaged between ranks, also elastic.
+"""FSDP: a model is sharded over the devices of each rank, and averaged between ranks.
 
     python jax_fsdp.py                                 one rank, all its devices
     ringrun -np 2 python jax_fsdp.py                   two ranks with four devices each
-    ringrun -np 3 --min-np 2 python jax_fsdp.py        kill -9 a rank in the middle
+    ringrun -np 3 --min-np 2 python jax_fsdp.py        elastic: ranks may be killed
     ringrun -np 4 --group-size 2 python jax_fsdp.py    two models, each over two ranks
 
 Inside a rank, JAX shards parameters, optimizer state and batch over the local devices
-(fully sharded data parallel, in plain `jit`). All local devices make one call of
-ringjax. Transformer and text are those of `jax_char_lm.py`. Without accelerators, the
-CPU acts as four devices (``--devices``). Needs ``pip install "ringjax[examples]"``.
+(fully sharded data parallel, in plain `jit`). All local devices together make one call
+of ringjax. Transformer and text are those of `jax_char_lm.py`. Without accelerators,
+JAX uses the CPU as four devices (``--devices``). Needs
+``pip install "ringjax[examples]"``.
 
 To go further: shard other dimensions in `cut`, such as the heads of the attention.
 """
@@ -32,16 +33,16 @@ import ringjax
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=24, help="sequences of each rank")
-parser.add_argument("--length", type=int, default=64, help="characters it looks at")
+parser.add_argument("--length", type=int, default=64, help="characters of a sequence")
 parser.add_argument("--width", type=int, default=96)
 parser.add_argument("--layers", type=int, default=2)
-parser.add_argument("--devices", type=int, default=4, help="if they are a processor's")
+parser.add_argument("--devices", type=int, default=4, help="if the CPU is used")
 parser.add_argument("--pause", type=float, default=0.0, help="seconds after a step")
 arguments = parser.parse_args()
 
 jax.config.update("jax_num_cpu_devices", arguments.devices)
-# With asynchronous dispatch, two concurrent programs may wait for each other's devices
-# for ever on a CPU with few cores.
+# With asynchronous dispatch on a CPU with few cores, two concurrent programs may wait
+# for ever for devices that the other program occupies.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 ringjax.init()
 
@@ -58,8 +59,8 @@ def cut(leaf):
     return NamedSharding(mesh, P(*spec))
 
 
-# Each rank reads the text from its own installation, because a process that joins later
-# cannot run a broadcast yet.
+# Each rank reads the text from its own Python, because a process that joins a running
+# job cannot take part in a broadcast before it is a member.
 text = "\n\n".join(topics[name] for name in sorted(topics))
 alphabet = sorted(set(text))
 tokens = np.searchsorted(alphabet, list(text)).astype(np.int32)
@@ -76,25 +77,27 @@ def begin():
     return params, tx.init(params)
 
 
-# The model is created in shards, so no device ever holds all of it. The step returns
-# arrays with the shardings of its arguments. Otherwise JAX would compile it again.
-where = jax.tree.map(cut, jax.eval_shape(begin))
-params, opt_state = jax.jit(begin, out_shardings=where)()
-step_of = jax.jit(make_step(model, tx), out_shardings=(*where, None))
+# The model is created in shards, so no device ever holds the whole model. The step
+# returns arrays with the shardings of its arguments, because otherwise the next call
+# would compile the step again.
+shardings = jax.tree.map(cut, jax.eval_shape(begin))
+params, opt_state = jax.jit(begin, out_shardings=shardings)()
+train_step = jax.jit(make_step(model, tx), out_shardings=(*shardings, None))
 
 
 def batch_of(number):
-    """This rank's sequences of a step, sharded over its devices."""
+    """Returns the sequences of this rank in a step, sharded over its devices."""
     rng = np.random.default_rng([number, ringjax.rank()])
-    here = jax.local_device_count()
-    share = windows(tokens, rng, max(arguments.batch // here, 1) * here, model.length)
-    where = NamedSharding(mesh, P("shard"))
-    return jax.make_array_from_process_local_data(where, share)
+    count = jax.local_device_count()
+    rows = max(arguments.batch // count, 1) * count
+    share = windows(tokens, rng, rows, model.length)
+    sharding = NamedSharding(mesh, P("shard"))
+    return jax.make_array_from_process_local_data(sharding, share)
 
 
 def warm_up(state):
-    """Compiles the step in a rank that is going to join, while the members train."""
-    jax.block_until_ready(step_of(state.params, state.opt_state, batch_of(0)))
+    """Compiles the step in a joining rank, while the members train."""
+    jax.block_until_ready(train_step(state.params, state.opt_state, batch_of(0)))
 
 
 @ringjax.elastic.run(warm_up=warm_up)
@@ -103,7 +106,7 @@ def train(state):
     print(f"{who}, {mesh.size} devices: from step {state.step}", flush=True)
     while state.step < arguments.steps:
         batch = batch_of(state.step)
-        new = step_of(state.params, state.opt_state, batch)
+        new = train_step(state.params, state.opt_state, batch)
         state.params, state.opt_state, loss = jax.block_until_ready(new)
         state.step += 1
         if ringjax.rank() == 0 and state.step % 10 == 0:

@@ -14,11 +14,11 @@ import ringjax
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=200)
 steps = parser.parse_args().steps
-ringjax.init()  # 1. to 3. are all that ringjax needs: find the other ranks
-share = 1797 // ringjax.size()  # 2. every rank takes its share of the images
+ringjax.init()  # ringjax needs three changes: 1. connect to the other ranks,
+share = 1797 // ringjax.size()  # 2. use only this rank's share of the images,
 x, y = (v[ringjax.rank() * share :][:share] for v in load_digits(return_X_y=True))
 params = [jax.random.normal(jax.random.key(n), (64, n)) / 8 for n in (64, 10)]
-tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-2))  # 3. the one line
+tx = optax.chain(ringjax.allreduce_grads(), optax.adam(1e-2))  # 3. average gradients
 state = tx.init(params)
 
 

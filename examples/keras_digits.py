@@ -5,14 +5,14 @@
     KERAS_BACKEND=jax ringrun -np 2 python keras_digits.py   on JAX; also torch
 
 The data and the network are those of `jax_digits.py`: 1,797 real images of 8 × 8 pixels
-inside the wheel of scikit-learn. `model.fit` trains, on each of Keras' backends; on JAX
-gradients are averaged inside the step that Keras compiles. A program for Horovod looks
-the same, with another import. Needs ``pip install "ringjax[keras,examples]"`` and the
+inside the wheel of scikit-learn. `model.fit` trains on each backend of Keras. On JAX,
+gradients are averaged inside the step that Keras compiles. A program for Horovod
+differs only by its import. Needs ``pip install "ringjax[keras,examples]"`` and the
 backend.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
-``--compression bf16`` halves the bytes. See also `tensorflow_digits.py` for a loop of
-one's own, and `jax_digits.py`.
+``--compression bf16`` halves the bytes. See also `tensorflow_digits.py`, which has a
+custom training loop, and `jax_digits.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def shifted(images: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 class Batches(keras.utils.PyDataset):
-    """This rank's share of every global batch, in a new order in every epoch."""
+    """The share of this rank of every global batch, in a new order in every epoch."""
 
     def __init__(self, images, labels, share: int, seed: int) -> None:
         super().__init__()
@@ -79,13 +79,13 @@ class Batches(keras.utils.PyDataset):
         return shifted(self.images[rows], steps), self.labels[rows]
 
     def on_epoch_end(self) -> None:
-        """Draws the next epoch's order."""
+        """Draws the order of the next epoch."""
         self.sampler.set_epoch(self.sampler.epoch + 1)
         self.rows = np.fromiter(self.sampler, int)
 
 
-class Report(keras.callbacks.Callback):
-    """Prints a line per epoch on rank 0, after the metrics have been averaged."""
+class EpochPrinter(keras.callbacks.Callback):
+    """Prints a line for each epoch on rank 0, after the metrics have been averaged."""
 
     def __init__(self, images_an_epoch: int) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Report(keras.callbacks.Callback):
 
 
 def make_network() -> keras.Model:
-    """Two convolutions and two dense layers."""
+    """Returns a network with two convolutions and two dense layers."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -152,15 +152,15 @@ def main() -> None:
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
-        Report(len(batches) * share * size),
+        EpochPrinter(len(batches) * share * size),
     ]
     # Every rank tests its share. The shares have equal sizes, so the average over ranks
     # is the average over all images.
-    mine = [part[rank : TEST_IMAGES // size * size : size] for part in test]
+    test_share = [part[rank : TEST_IMAGES // size * size : size] for part in test]
     history = network.fit(
         batches,
         epochs=arguments.epochs,
-        validation_data=tuple(mine),
+        validation_data=tuple(test_share),
         callbacks=callbacks,
         verbose=0,
     )

@@ -1,4 +1,4 @@
-"""JAX on one rank and PyTorch on another meet in one operation.
+"""JAX on one rank and PyTorch on another take part in one operation.
 
     python mixed_frameworks.py                    one rank, JAX
     ringrun -np 2 python mixed_frameworks.py      rank 0 with JAX, rank 1 with PyTorch
@@ -49,7 +49,7 @@ class WithJax:
         self.line = jnp.zeros(2)
 
     def step(self, rate: float) -> None:
-        """Moves the line by the average of all ranks' gradients."""
+        """Updates the line by the average of the gradients of all ranks."""
         gradient = self._gradient(self.line)
         self.line = self.line - rate * eager.allreduce(gradient, name="gradient")
 
@@ -64,7 +64,7 @@ class WithTorch:
         self.line = torch.zeros(2, requires_grad=True)
 
     def step(self, rate: float) -> None:
-        """Moves the line by the average of all ranks' gradients."""
+        """Updates the line by the average of the gradients of all ranks."""
         import torch
 
         import ringjax.torch as hvd
@@ -90,8 +90,8 @@ def main() -> None:
     loaded = [name for name in ("jax", "torch") if name in sys.modules]
     kind = f"{type(model.line).__module__}.{type(model.line).__name__}"
     print(f"rank {rank}: its line is a {kind}, it has loaded {' and '.join(loaded)}")
-    mine = np.array([[value.item() for value in model.line]])
-    lines = eager.allgather(mine, name="lines")
+    own = np.array([[value.item() for value in model.line]])
+    lines = eager.allgather(own, name="lines")
     if rank == 0:
         alike = "alike" if np.ptp(lines, axis=0).max() < 1e-5 else "NOT ALIKE"
         slope, offset = lines[0]

@@ -1,9 +1,11 @@
 """Handwritten digits from a Spark DataFrame: a PyTorch estimator trains and predicts.
 
-    spark-submit spark_torch.py            or: python spark_torch.py, on this machine
+    spark-submit spark_torch.py       on a cluster
+    python spark_torch.py             on this machine
 
-The images of `torch_digits.py`, as vectors. Each of two ranks reads its share of the
-rows from Parquet files in the store, and the fitted model adds a column of predictions.
+The images are those of `torch_digits.py`, as vectors. Each of two ranks reads its share
+of the rows from Parquet files in the store, and the fitted model adds a column of
+predictions.
 Needs ``pip install "ringjax[spark,torch,examples]"`` and a Java runtime.
 """
 
@@ -47,7 +49,7 @@ def main() -> None:
         model=model,
         # The estimator multiplies the learning rate by the number of ranks.
         optimizer=torch.optim.Adam(model.parameters(), lr=2e-3),
-        # Columns come as float32.
+        # The estimator passes all columns as float32.
         loss=lambda output, digit: functional.cross_entropy(output, digit.long()),
         feature_cols=["image"],
         label_cols=["digit"],

@@ -4,8 +4,8 @@
     ringrun -np 2 python tensorflow_digits.py      two ranks, the same global batch
 
 The data and the network are those of `jax_digits.py`: 1,797 real images of 8 × 8 pixels
-inside the wheel of scikit-learn. A loop of one's own: a `DistributedGradientTape` in a
-`tf.function`, data by `tf.data`. A program for Horovod looks the same, with another
+inside the wheel of scikit-learn. The training loop uses a `DistributedGradientTape` in
+a `tf.function`, and data from `tf.data`. A program for Horovod differs only by its
 import. Needs ``pip install "ringjax[tensorflow,examples]"``.
 
 To go further: ``--batch 384 --learning-rate 4e-3`` gives more ranks something to do,
@@ -59,7 +59,7 @@ def shifted(image, label):
 
 
 def make_network() -> tf.keras.Model:
-    """Two convolutions and two dense layers."""
+    """Returns a network with two convolutions and two dense layers."""
     layers = tf.keras.layers
     return tf.keras.Sequential(
         [
@@ -74,7 +74,7 @@ def make_network() -> tf.keras.Model:
 
 
 def make_step(network, optimizer, compression):
-    """Makes a training step as a graph; the step returns loss and accuracy."""
+    """Returns a training step as a graph. The step returns loss and accuracy."""
 
     @tf.function
     def step(images, labels):
@@ -94,12 +94,12 @@ def make_step(network, optimizer, compression):
     return step
 
 
-def tested(network, images, labels) -> float:
-    """The accuracy on all test images. Each rank tests its share."""
-    mine = slice(hvd.rank(), None, hvd.size())
-    found = tf.argmax(network(images[mine], training=False), -1, tf.int32)
-    right = tf.reduce_sum(tf.cast(tf.equal(found, labels[mine]), tf.int32))
-    return int(hvd.allreduce(right, op=hvd.Sum, name="right")) / len(labels)
+def evaluate(network, images, labels) -> float:
+    """Returns the accuracy on all test images. Each rank tests its share."""
+    share = slice(hvd.rank(), None, hvd.size())
+    found = tf.argmax(network(images[share], training=False), -1, tf.int32)
+    correct = tf.reduce_sum(tf.cast(tf.equal(found, labels[share]), tf.int32))
+    return int(hvd.allreduce(correct, op=hvd.Sum, name="correct")) / len(labels)
 
 
 def main() -> None:
@@ -130,13 +130,13 @@ def main() -> None:
         count = network.count_params()
         print(f"{size} rank(s), {share * size} images a step, {count:,} parameters")
 
-    accuracy = tested(network, *test)
+    accuracy = evaluate(network, *test)
     for epoch in range(1, arguments.epochs + 1):
         started = time.perf_counter()
         history = [step(*batch) for batch in data]
         seconds = time.perf_counter() - started
         loss, train = hvd.allreduce(tf.reduce_mean(history, 0), name="metrics").numpy()
-        accuracy = tested(network, *test)
+        accuracy = evaluate(network, *test)
         if rank == 0:
             print(
                 f"epoch {epoch:2}: loss {loss:.4f}  train {train:6.2%}  "

@@ -61,7 +61,7 @@ def shifted(images: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def make_network() -> nn.Module:
-    """Two convolutions and two dense layers."""
+    """Returns a network with two convolutions and two dense layers."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
@@ -75,18 +75,18 @@ def make_network() -> nn.Module:
 
 
 def measure(network: nn.Module, images: torch.Tensor, labels: torch.Tensor):
-    """Loss and accuracy."""
+    """Returns the loss and the accuracy."""
     logits = network(images)
     accuracy = (logits.argmax(-1) == labels).float().mean()
     return functional.cross_entropy(logits, labels), accuracy
 
 
-def tested(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The accuracy on all test images. Each rank tests its share."""
-    mine = slice(hvd.rank(), None, hvd.size())
+def evaluate(network: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Returns the accuracy on all test images. Each rank tests its share."""
+    share = slice(hvd.rank(), None, hvd.size())
     with torch.no_grad():
-        right = (network(images[mine]).argmax(-1) == labels[mine]).sum()
-    return hvd.allreduce(right, op=hvd.Sum, name="right").item() / len(labels)
+        correct = (network(images[share]).argmax(-1) == labels[share]).sum()
+    return hvd.allreduce(correct, op=hvd.Sum, name="correct").item() / len(labels)
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
 
     # All ranks draw an equal order, and each rank takes its share of every batch.
     generator = torch.Generator().manual_seed(arguments.seed + 1)
-    accuracy = tested(network, *test)
+    accuracy = evaluate(network, *test)
     for epoch in range(1, arguments.epochs + 1):
         started, used = time.perf_counter(), steps * share * size
         order = torch.randperm(len(labels), generator=generator)[:used]
@@ -136,7 +136,7 @@ def main() -> None:
             history.append(torch.stack(metrics).detach())
         seconds = time.perf_counter() - started
         loss, train = hvd.allreduce(torch.stack(history).mean(0), name="metrics")
-        accuracy = tested(network, *test)
+        accuracy = evaluate(network, *test)
         if rank == 0:
             print(
                 f"epoch {epoch:2}: loss {loss:.4f}  train {train:6.2%}  "

@@ -1,10 +1,11 @@
 """Elastic training with PyTorch: it continues when ranks are lost, and new ranks join.
 
     ringrun -np 4 --min-np 2 python torch_elastic.py
-    kill -9 PID                                  of a rank, from another terminal
+    kill -9 PID                      in another terminal: kills the rank with this PID
 
-Like `jax_elastic.py`, with Horovod's names. A program for Horovod's elastic mode
-differs only by its import. Needs ``pip install "ringjax[torch,examples]"``.
+This example works like `jax_elastic.py`, with Horovod's names. A program for Horovod's
+elastic mode differs only by its import. Needs
+``pip install "ringjax[torch,examples]"``.
 
 To go further: docs/migrate/from-horovod.md lists the differences from Horovod.
 """

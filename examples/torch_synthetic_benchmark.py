@@ -64,7 +64,7 @@ class Bottleneck(nn.Module):
 
 
 def make_network(blocks: list[int], width: int) -> nn.Sequential:
-    """A residual network; 3, 4, 6 and 3 blocks of width 64 are ResNet-50."""
+    """Returns a residual network. ResNet-50 has 3, 4, 6 and 3 blocks of width 64."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
         *(nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
@@ -81,17 +81,17 @@ def make_network(blocks: list[int], width: int) -> nn.Sequential:
 
 
 def make_step(
-    arguments: argparse.Namespace, together: bool
+    arguments: argparse.Namespace, distributed: bool
 ) -> tuple[nn.Module, Callable[[], object]]:
-    """Makes a network and a function that trains it on the same batch each time."""
+    """Returns a network, and a function that trains it on one batch again and again."""
     network = make_network(arguments.blocks, arguments.width).to(arguments.device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
-    if together:
-        some = hvd.Compression.fp16 if arguments.fp16_allreduce else None
+    if distributed:
+        fp16 = arguments.fp16_allreduce
         optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=network.named_parameters(),
-            compression=some or hvd.Compression.none,
+            compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
         )
         hvd.broadcast_parameters(network.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -108,7 +108,7 @@ def make_step(
 
 
 def seconds_of(step: Callable[[], object], steps: int) -> float:
-    """The mean seconds of a step. All ranks begin together."""
+    """Returns the mean seconds of a step. All ranks start at once."""
     hvd.barrier()
     started = time.perf_counter()
     for _ in range(steps):
@@ -127,8 +127,8 @@ def main() -> None:
     else:  # the ranks of a host share its cores
         torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
     torch.manual_seed(rank)
-    network, with_ringjax = make_step(arguments, together=True)
-    _, without = make_step(arguments, together=False)
+    network, with_ringjax = make_step(arguments, distributed=True)
+    _, without = make_step(arguments, distributed=False)
     if rank == 0:
         sizes = [p.numel() for p in network.parameters()]
         print(
@@ -149,8 +149,8 @@ def main() -> None:
             print(f"round {number}: images/s of all ranks  {found}", flush=True)
     if rank == 0:
         for title, values in speeds.items():
-            middle, most = statistics.median(values), max(values)
-            print(f"{title:15}: {middle:6.1f} images/s, {most:.1f} in the best round")
+            median, best = statistics.median(values), max(values)
+            print(f"{title:15}: {median:6.1f} images/s, {best:.1f} in the best round")
         alone, shared = (statistics.median(values) for values in speeds.values())
         print(f"result: together {shared / alone:.0%} of the speed of {size} alone")
 

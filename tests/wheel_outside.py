@@ -2,9 +2,9 @@
 
     python wheel_outside.py FOLDER_WITH_THE_WHEEL NEW_FOLDER
 
-Run by `make wheel`; not a pytest module, because building the wheel takes a minute. The
-dependencies come from the environment of the Python that runs this; the package must
-come from the wheel alone.
+`make wheel` runs this program. It is no pytest module, because building the wheel takes
+a minute. ringjax must come from the wheel. Its dependencies come from the environment
+of the Python that runs this program.
 """
 
 from __future__ import annotations

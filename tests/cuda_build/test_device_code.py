@@ -1,7 +1,7 @@
-"""How the CUDA kernels get into the extension: build_blob.py and what it makes.
+"""build_blob.py compiles the CUDA kernels and writes them as C++ source.
 
-No GPU and no driver: compilers only, and those that are missing are skipped by name.
-What the kernels compute is tested in tests/native/pack_kernel_test.cc.
+The tests need compilers but no GPU and no driver. They skip missing compilers by name.
+tests/native/pack_kernel_test.cc tests the results of the kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_blob", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their own module up.
+    # Needed by the dataclasses of the script, which look up their module.
     sys.modules["build_blob"] = module
     spec.loader.exec_module(module)
     return module
@@ -49,7 +49,7 @@ build_blob = load_script()
 
 
 def environment(path: str, **more: str) -> dict[str, str]:
-    """This process's, with only `path` to look for compilers in."""
+    """Returns the variables of this process with PATH=`path` and no CUDA variables."""
     hidden = ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "RINGJAX_CUDA", "RINGJAX_NVCC")
     return {k: v for k, v in os.environ.items() if k not in hidden} | {
         "PATH": path,
@@ -74,7 +74,7 @@ def script(file: Path, text: str) -> Path:
 
 
 def fake_nvcc(file: Path, compiles: bool = True) -> Path:
-    """Answers like nvcc, and compiles everything to the same few bytes."""
+    """Writes a script that stands for nvcc and compiles all files to the same bytes."""
     return script(
         file,
         f"""case "$*" in
@@ -89,7 +89,7 @@ esac""",
 
 
 def images(source: Path) -> list[str]:
-    """Compiles what build_blob wrote and prints its images."""
+    """Compiles the source that build_blob wrote; returns the lines about its images."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler on PATH")
@@ -111,7 +111,7 @@ def checksum(data: bytes) -> int:
 
 
 def listed(code: object) -> list[str]:
-    """The lines that `images` prints for `code`."""
+    """Returns the lines that `images` should return for `code`."""
     return [
         f"{i.kind} {i.sm} {len(i.data)} {checksum(i.data)}"
         for i in code.images  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ def test_an_nvcc_that_does_not_run_is_skipped(tmp_path: Path) -> None:
     good = fake_nvcc(toolkit / "bin" / "nvcc")
     env = environment(f"{broken.parent}:{os.environ['PATH']}", CUDA_HOME=str(toolkit))
     output = tmp_path / "device_code.cc"
-    # Also one that is named and then fails.
+    # --nvcc names a third nvcc, which runs but does not compile.
     bad = fake_nvcc(tmp_path / "bad" / "nvcc", compiles=False)
     done = build(output, "--mode", "auto", "--nvcc", str(bad), env=env)
     assert done.returncode == 0, done.stderr
@@ -172,7 +172,7 @@ def test_an_nvcc_that_does_not_run_is_skipped(tmp_path: Path) -> None:
 def test_a_broken_nvcc_first_on_path_does_not_fail_the_build(tmp_path: Path) -> None:
     broken = script(tmp_path / "nvcc", "echo no toolkit behind this wrapper; exit 1")
     env = environment(f"{tmp_path}:/usr/bin:/bin", CUDA_PATH=str(tmp_path / "none"))
-    # Nothing else may be found: the usual folder and packages are looked into as well.
+    # build_blob also searches the usual folder of CUDA and Python packages. Hide both.
     hide = (
         "import runpy, sys, pathlib, importlib.util as u; "
         "u.find_spec = lambda *a: None; real = pathlib.Path.exists; "
@@ -217,7 +217,7 @@ def test_a_mode_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 def working_nvcc() -> Path:
-    """An nvcc of this machine that runs, or the test is skipped."""
+    """Returns an nvcc of this machine that runs, or skips the test."""
     candidates = [*build_blob.toolkit_nvccs(""), *build_blob.wheel_nvccs()]
     for nvcc in candidates:
         try:
@@ -228,7 +228,7 @@ def working_nvcc() -> Path:
     pytest.skip("no nvcc on this machine")
 
 
-# Ten seconds on two processors that have nothing else to do.
+# The test takes ten seconds on two idle processors.
 @pytest.mark.timeout(180)
 def test_nvcc_compiles_every_kernel_without_spilling(tmp_path: Path) -> None:
     nvcc = working_nvcc()
@@ -244,13 +244,14 @@ def test_nvcc_compiles_every_kernel_without_spilling(tmp_path: Path) -> None:
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert len(kernels) == len(spills) == len(registers) == 68 * len(targets)
     assert [k for k, s in zip(kernels, spills, strict=True) if s != ("0", "0")] == []
-    # Three blocks of 512 threads on a multiprocessor with 64 Ki registers.
-    crowded = {
+    # With so few registers, three blocks of 512 threads fit into the 64 Ki registers of
+    # a multiprocessor. On sm_75, which has at most 1024 threads, two blocks fit.
+    too_many = {
         kernel: n
         for kernel, n in zip(kernels, registers, strict=True)
         if n > (64 if kernel[1] == "75" else 40)
     }
-    assert crowded == {}
+    assert too_many == {}
 
 
 @pytest.mark.timeout(180)

@@ -1,6 +1,7 @@
 """Every example in a docstring runs, as a job of one rank.
 
-PyTorch's modules run in another process than the rest: see tests/support/frameworks.py.
+Modules with PyTorch run in another process than modules with TensorFlow, for the reason
+that tests/support/frameworks.py gives.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ for path in sorted(root.rglob("*.py")):
     if parts[-1] == "__main__" or needs_torch != (sys.argv[1] == "torch"):
         continue
     if parts[1] in ENGINES and importlib.util.find_spec(ENGINES[parts[1]]) is None:
-        continue  # the modules of an extra import it at their top
+        continue  # these modules import Ray or PySpark at their top
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     result = doctest.testmod(module)
     failed, attempted = failed + result.failed, attempted + result.attempted
@@ -48,5 +49,5 @@ def test_the_examples_in_docstrings_run(framework: str, least: int) -> None:
         timeout=55,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    # A test that finds no example could not fail.
+    # Without this check, a test that finds no example would pass.
     assert int(ended.stdout.split()[-2]) > least, ended.stdout

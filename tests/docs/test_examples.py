@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it, with few steps, on two ranks.
+"""Every example runs by its command, with few steps, on two ranks.
 
 The tests of accuracy run an example on one rank, without a launcher.
 """
@@ -13,7 +13,8 @@ import pytest
 from support.launch import ROOT, environment
 
 EXAMPLES = ROOT / "examples"
-SHORT = {
+# For each example, options for a short run and a pattern of the output.
+SHORT_RUNS = {
     "jax_plain.py": (["--steps", "60"], r"step 60: loss 0\.\d+"),
     "jax_digits.py": (["--epochs", "2"], r"epoch  2: loss .*images/s  allreduce"),
     "jax_char_lm.py": (
@@ -66,14 +67,14 @@ SHORT = {
         r"result: y = (2\.9|3\.0)\d* x -(0\.9|1\.0)\d*, alike on",
     ),
 }
-LIMIT = 120
+TIMEOUT = 120  # seconds
 
 
 def run(command: list[str]) -> str:
     env = environment("", {})
     env = {k: v for k, v in env.items() if not k.startswith(("RINGJAX_", "HOROVOD_"))}
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -81,11 +82,13 @@ def run(command: list[str]) -> str:
 
 def test_every_example_is_tested() -> None:
     on_engines = {"spark_torch.py"}  # tests/engines/spark_example_jobs.py
-    assert {path.name for path in EXAMPLES.glob("*.py")} == SHORT.keys() | on_engines
+    assert {
+        path.name for path in EXAMPLES.glob("*.py")
+    } == SHORT_RUNS.keys() | on_engines
 
 
 def run_on_two(name: str) -> str:
-    options, expected = SHORT[name]
+    options, expected = SHORT_RUNS[name]
     words = [sys.executable, "-m", "ringjax.run", "-np", "2", sys.executable]
     out = run([*words, str(EXAMPLES / name), *options])
     assert re.search(expected, out), out
@@ -93,29 +96,33 @@ def run_on_two(name: str) -> str:
     return out
 
 
-@pytest.mark.timeout(LIMIT + 10)
-@pytest.mark.parametrize("name", [name for name in SHORT if name != "keras_digits.py"])
-def test_runs(name: str) -> None:
+@pytest.mark.timeout(TIMEOUT + 10)
+@pytest.mark.parametrize(
+    "name", [name for name in SHORT_RUNS if name != "keras_digits.py"]
+)
+def test_an_example_runs(name: str) -> None:
     out = run_on_two(name)
     if name == "jax_digits.py":
         assert "MB of gradients in" in out and "algorithm: " in out
         assert "transport: 1 × shm" in out
-    if name == "mixed_frameworks.py":  # each rank uses one framework only
+    if name == "mixed_frameworks.py":  # each rank imports only one framework
         assert re.search(r"rank 0: its line is a jax\S+, it has loaded jax\n", out), out
-        said = "rank 1: its line is a torch.Tensor, it has loaded torch\n"
-        assert said in out, out
+        expected = "rank 1: its line is a torch.Tensor, it has loaded torch\n"
+        assert expected in out, out
 
 
-@pytest.mark.timeout(LIMIT + 10)
+@pytest.mark.timeout(TIMEOUT + 10)
 @pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_keras_runs_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keras_example_runs_on(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KERAS_BACKEND", backend)
     out = run_on_two("keras_digits.py")
     assert f"2 rank(s), 48 images a step, 85,066 parameters, {backend}" in out
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_keras_example_says_how_to_continue(name: str) -> None:
+@pytest.mark.parametrize("name", SHORT_RUNS)
+def test_every_example_says_how_to_continue(name: str) -> None:
     text = (EXAMPLES / name).read_text()
     assert "ringrun -np" in text
     assert re.search("[Ff]urther", text.split('"""')[1])
@@ -126,7 +133,7 @@ def test_the_plain_example_is_short() -> None:
     assert len(lines) < 40
 
 
-@pytest.mark.timeout(LIMIT + 10)
+@pytest.mark.timeout(TIMEOUT + 10)
 def test_the_demo_reaches_its_accuracy() -> None:
     """The result of the demo does not depend on the number of ranks."""
     out = run([sys.executable, str(EXAMPLES / "jax_digits.py")])
@@ -135,7 +142,7 @@ def test_the_demo_reaches_its_accuracy() -> None:
     assert "transport: none, this is a job of one rank" in out
 
 
-@pytest.mark.timeout(LIMIT + 10)
+@pytest.mark.timeout(TIMEOUT + 10)
 def test_torch_reaches_the_same_accuracy() -> None:
     out = run([sys.executable, str(EXAMPLES / "torch_digits.py")])
     reached = [float(x) for x in re.findall(r"test +([\d.]+)%", out)]

@@ -1,6 +1,6 @@
-"""The cells of the site's notebook run, one after the other, in one process.
+"""The cells of the notebook of the site run one after the other in one process.
 
-`make docs` runs them in Jupyter's kernel. The tests do not need its 100 MB.
+`make docs` runs them in the kernel of Jupyter, which would be 100 MB for these tests.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ def test_every_cell_runs() -> None:
         timeout=80,
     )
     assert ended.returncode == 0, ended.stderr
-    said = ended.stdout.splitlines()
-    assert said[0] == "['rank 0 of 2', 'rank 1 of 2']"
-    for rank, line in enumerate(said[1:3]):
+    printed = ended.stdout.splitlines()
+    assert printed[0] == "['rank 0 of 2', 'rank 1 of 2']"
+    for rank, line in enumerate(printed[1:3]):
         assert line.startswith(f"rank {rank}: loss 14"), line
         assert line.endswith("→ 0.000000, [0. 1. 2. 3. 4. 5. 6. 7.]"), line
-    assert said[3:] == ["True", "rank 1 failed: ValueError: no such file (exit code 1)"]
+    assert printed[3:] == [
+        "True",
+        "rank 1 failed: ValueError: no such file (exit code 1)",
+    ]
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:

@@ -1,9 +1,9 @@
 """Every Python block of README and docs/ runs unchanged, on two ranks.
 
-test_recipes.py runs the pages of recipes, and tests/engines/ programs that need an
-engine. Each page is one job: its blocks run one after the other, each with fresh names.
-If a block leaves something to the reader, such as a step or a model, BEFORE defines it
-by the page and the number of the block.
+test_recipes.py runs the pages of recipes, and tests/engines/ runs programs that need an
+engine. Each page is one job. Its blocks run one after the other, and each block starts
+with an empty namespace. BEFORE has code that runs before a block, for example a step or
+a model that the block expects from its reader. AFTER has code that checks the results.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ for page in RECIPES | ON_ENGINES:
     del PAGES[page]
 PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
+# Both have the page and the number of the block as key.
 BEFORE = {
     ("docs/migrate/from-horovod.md", 0): """
         import numpy as np
@@ -105,12 +106,12 @@ AFTER = {
 
 
 def _program(page: str) -> str:
-    """All blocks of a page, each as the text of a module of its own."""
+    """Returns a program that runs each block of a page in a new namespace."""
     parts = ["import numpy as np"]
     for number, block in enumerate(PAGES[page]):
-        place = (page, number)
-        text = dedent(BEFORE.get(place, "")) + block
-        text += "\nimport numpy as np\n" + dedent(AFTER.get(place, ""))
+        key = (page, number)
+        text = dedent(BEFORE.get(key, "")) + block
+        text += "\nimport numpy as np\n" + dedent(AFTER.get(key, ""))
         parts.append(
             f"exec(compile({text!r}, 'block {number} of {page}', 'exec'), {{}})"
         )
@@ -118,16 +119,16 @@ def _program(page: str) -> str:
 
 
 def test_every_prelude_belongs_to_a_block() -> None:
-    places = {(page, n) for page, blocks in PAGES.items() for n in range(len(blocks))}
-    assert BEFORE.keys() | AFTER.keys() <= places
-    assert len(places) > 10
+    keys = {(page, n) for page, blocks in PAGES.items() for n in range(len(blocks))}
+    assert BEFORE.keys() | AFTER.keys() <= keys
+    assert len(keys) > 10
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page(
+def test_the_blocks_of_a_page_run(
     page: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    monkeypatch.chdir(str(tmp_path))  # where a program leaves files
+    monkeypatch.chdir(str(tmp_path))  # for the files that blocks write
     if "torch" in page:
         pytest.importorskip("torch", reason="PyTorch is not installed")
     env = {"KERAS_BACKEND": "jax"}

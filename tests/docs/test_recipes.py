@@ -1,7 +1,7 @@
-"""Every program of the pages of recipes runs unchanged and does what the page says.
+"""Every program of the pages of recipes runs unchanged and has the promised results.
 
-The test appends a few lines to each program that check its variables and files. Each
-program runs in processes of its own, because one of them loads TensorFlow.
+The tests append lines to each program that check its variables and files. Each program
+runs in its own processes, because one of the programs imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RECIPES = {
     )
 }
 
-# All ranks have the same numbers in a tree.
-ALIKE = """
+# Checks that a tree has equal values on all ranks.
+CHECK_EQUAL = """
 import numpy as np
 import jax
 
-def alike(tree):
+def check_equal(tree):
     for leaf in jax.tree.leaves(tree):
         every = np.asarray(ringjax.allgather(np.asarray(leaf)[None]))
         np.testing.assert_array_equal(every, np.broadcast_to(every[0], every.shape))
@@ -35,7 +35,7 @@ def alike(tree):
 CHECKS = {
     "docs/train/checkpoints.md Pickle": """
         assert first == 0 and found["loss"] < 2e-3
-        alike((params, state))
+        check_equal((params, state))
         ended = params
         every = np.asarray(ringjax.allgather(np.asarray(mine)))
         assert sorted(every) == list(range(256))
@@ -44,12 +44,12 @@ CHECKS = {
         np.testing.assert_array_equal(params, ended)
     """,
     "docs/train/batch-norm.md Batch statistics": """
-        alike((params, stats))
+        check_equal((params, stats))
         assert np.abs(jax.tree.leaves(stats)[0]).max() > 0
     """,
-    # Compares with a step that is written by hand and uses all examples.
+    # Compares with one step on the examples of all ranks, without ringjax.
     "docs/train/batch-norm.md Batch normalisation over all ranks": """
-        alike((params, stats))
+        check_equal((params, stats))
 
         class Alone(nn.Module):
             @nn.compact
@@ -71,26 +71,26 @@ CHECKS = {
             np.testing.assert_allclose(mine, was - 0.1 * grad, atol=1e-4)
     """,
     "docs/train/models.md Dropout and other noise": """
-        alike(params)
+        check_equal(params)
         keys = np.asarray(ringjax.allgather(jax.random.key_data(noise)[None]))
         assert len({tuple(row) for row in keys.tolist()}) == ringjax.size()
     """,
     "docs/train/models.md flax nnx": """
-        alike(nnx.state(model, nnx.Param, nnx.BatchStat))
+        check_equal(nnx.state(model, nnx.Param, nnx.BatchStat))
     """,
     "docs/train/models.md equinox": """
         arrays = eqx.filter(model, eqx.is_array)
-        alike(arrays)
+        check_equal(arrays)
         assert len(jax.tree.leaves(arrays)) == 6 and model.activation is not None
     """,
     "docs/train/checkpoints.md Orbax": """
-        alike((params, state))
+        check_equal((params, state))
         if ringjax.rank() == 0:
             assert sorted(int(p.name) for p in Path("checkpoints").iterdir()) == [2, 3]
     """,
-    # Compares with a loop that is written by hand and uses the rows of all ranks.
+    # Compares with a loop over the rows of all ranks, without ringjax.
     "docs/train/data.md Uneven data": """
-        alike(params)
+        check_equal(params)
         assert step._cache_size() == 1
         rows = np.random.default_rng(0).normal(size=(40, 4)).astype("f4")
         alone = np.zeros((4, 1))
@@ -120,13 +120,13 @@ def test_every_recipe_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe(
+def test_a_recipe_runs(
     name: str, start_job: StartJob, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     if "equinox" in name:
         pytest.importorskip("equinox", reason="equinox is not installed")
-    monkeypatch.chdir(str(tmp_path))  # where a program leaves files
-    helpers = "" if "tensorflow" in RECIPES[name] else ALIKE
+    monkeypatch.chdir(str(tmp_path))  # for the files that programs write
+    helpers = "" if "tensorflow" in RECIPES[name] else CHECK_EQUAL
     check = dedent(CHECKS[name]).replace("AGAIN\n", RECIPES[name])
     program = RECIPES[name] + helpers + check
     job = start_job(2, program, env={"KERAS_BACKEND": "tensorflow"})

@@ -28,7 +28,7 @@ if rank == 1 and "MORTAL" in os.environ:
 ringjax.init()
 small = [np.ones(3, np.float32)]
 """
-SLOW = 0.6  # seconds by which one rank stops later
+SLOW = 0.6  # one rank stops this many seconds later
 start = partial(stub_job, HEAD)
 
 

@@ -57,7 +57,7 @@ def start(
     env: dict[str, str] | None = None,
     **stubs: str | float,
 ) -> Job:
-    """Starts a job with a failure timeout so long that no test succeeds by it."""
+    """Starts a job with a failure timeout that is too long to end a test."""
     limits = {"RINGJAX_FAILURE_TIMEOUT": "60"}
     return stub_job(HEAD, start_job, np, script, limits | (env or {}), **stubs)
 

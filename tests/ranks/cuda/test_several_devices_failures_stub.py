@@ -61,7 +61,7 @@ def nothing_left():
         time.sleep(0.01)
     print("nothing left", flush=True)
 """
-# The failure timeout is so long that no test succeeds by it.
+# The failure timeout is too long to end a test.
 SETTINGS = {"RINGJAX_DEVICES_PER_RANK": "all", "RINGJAX_FAILURE_TIMEOUT": "60"}
 
 

@@ -10,7 +10,7 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-# Three ranks run all code that two ranks run; a test of each file runs on two, too.
+# Three ranks run all code that two ranks run. One test of each file runs on two, too.
 pytestmark = [pytest.mark.ranks(1, 3), pytest.mark.launch("torch")]
 
 NORMS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d,

@@ -11,7 +11,7 @@ from support.stacked import raises
 
 import ringjax.torch as hvd
 
-# Three ranks run all code that other numbers run; some tests run on those, too.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 OPTIMIZERS: dict[str, Any] = {

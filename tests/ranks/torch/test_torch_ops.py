@@ -13,7 +13,7 @@ import ringjax.torch as hvd
 from ringjax.eager.dtypes import NUMBERS
 from ringjax.errors import Mismatch
 
-# Three ranks run all code that other numbers run; some tests run on those, too.
+# Three ranks run all code of this layer. Tests that need other numbers have a marker.
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("torch")]
 
 DTYPES = tuple(getattr(torch, name) for name in NUMBERS)

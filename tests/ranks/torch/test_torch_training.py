@@ -18,7 +18,7 @@ import ringjax.torch as hvd
 from ringjax.errors import Mismatch
 
 pytestmark = [pytest.mark.usefixtures("world"), pytest.mark.launch("torch")]
-# Three ranks run all code that two ranks run; a test of each file runs on two, too.
+# Three ranks run all code that two ranks run. One test of each file runs on two, too.
 RANKS = pytest.mark.ranks(1, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
