@@ -165,7 +165,7 @@ def _splits(
     communicator: Communicator,
     eager: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Checks both splits. Returns () for received splits that ranks must exchange."""
+    """Checks both splits. Returns () as received splits if the ranks exchange them."""
     sent = arguments.splits(what, "splits", splits, communicator.size)
     for array in arrays:
         if array.shape[0] != sum(sent):

@@ -226,7 +226,7 @@ class Acceptor:
 
 
 def _foreign_user(sock: socket.socket) -> str:
-    """Returns why a unix socket's peer is refused, or "" if the user is the same."""
+    """Returns why a unix socket's peer is refused, or "" if this user owns the peer."""
     if sock.family != socket.AF_UNIX:
         return ""
     uid = peer_uid(sock)

@@ -159,8 +159,8 @@ def caller_steps(secret: bytes, request: HandshakeRequest) -> HandshakeSteps:
     try:
         encrypted = agree(request.tls, peer, is_link=is_link)
     except AuthenticationError:
-        # Send the HMAC nevertheless. The callee then trusts this caller's TLS offer, so
-        # the callee's error also names TLS, not "left before proving itself".
+        # Send the HMAC before raising the error. The callee then trusts this caller's
+        # TLS offer, so the callee's error also names TLS as the reason.
         yield proof, 0
         raise
     welcome = yield proof, MAC_BYTES

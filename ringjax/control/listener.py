@@ -46,7 +46,7 @@ class ConnectionKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AcceptedConnection:
-    """An authenticated connection, and the key of its data, see `SessionKeys.link`."""
+    """An authenticated connection, and its encryption key (see `SessionKeys.link`)."""
 
     sock: socket.socket
     key: bytes = field(repr=False)

@@ -57,7 +57,7 @@ class ObjectMessage(NamedTuple):
         return np.array([self.failed, len(self.data)], np.uint32)
 
     def body(self, size: BodySize | None = None) -> Array:
-        """Returns the body, padded with zeros to `size`; None means `padded_size`."""
+        """Returns the body, padded with zeros to `size` (by default `padded_size`)."""
         body = np.zeros((size or padded_size)(self.head()), np.uint8)
         body[: len(self.data)] = np.frombuffer(self.data, np.uint8)
         return body

@@ -50,7 +50,7 @@ class SessionKeys:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message. `seal` accepts the result, to encode once for many peers."""
+    """Encodes a message as bytes, so that `seal` need not encode it for each peer."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
@@ -61,7 +61,7 @@ class MessageSealer:
         self._key, self._count, self._tls = key, 0, tls
 
     def seal(self, message: JsonMessage) -> bytes:
-        """Returns length (4 bytes), HMAC(key, counter, length, text) and text, in TLS.
+        """Returns the length (4 bytes), HMAC(key, counter, length, text), and the text.
 
         Raises:
             ValueError: the message has more than MAX_BYTES.

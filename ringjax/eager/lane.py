@@ -302,7 +302,7 @@ def op_or_average(
 
 
 def reduce_op(op: str, value: object) -> int:
-    """Checks a reduction. Whether it suits the dtype, the native core checks later."""
+    """Checks and returns a reduction. The native core checks the dtype later."""
     # Check the usual type first, because the other checks slow down short operations.
     if type(value) is ReduceOp:
         return value

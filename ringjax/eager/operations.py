@@ -29,7 +29,7 @@ def first(results: list[AnyArray]) -> AnyArray:
 
 
 def as_list(out: AnyArray) -> Outs:
-    """Wraps the argument `out` of an operation on one array in a list; keeps None."""
+    """Returns the argument `out` of an operation on one array as a list, or None."""
     return None if out is None else [out]
 
 

@@ -1,4 +1,4 @@
-"""Converts arrays of numpy, JAX and PyTorch to bytes and back, if possible uncopied.
+"""Converts arrays of numpy, JAX and PyTorch to bytes and back, mostly without a copy.
 
 This module is for arrays that are sent completely to another rank, such as parameters
 and an optimizer's moments. The module imports no framework.
@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
         return memory[start : start + size]
 
     def value(self, memory: Array, own: object) -> Any:
-        """Returns an array that uses `memory`, which the caller must not change then.
+        """Returns an array that uses `memory`. Afterwards, do not change `memory`.
 
         If `own`, the value of this rank, is an array on a device, the new array is put
         on that device, too.

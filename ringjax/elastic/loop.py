@@ -104,7 +104,7 @@ class _ElasticJobLoop:
             self._prepare_to_join(warm_up)
 
     def _prepare_to_join(self, warm_up: Callable[[Any], Any] | None) -> None:
-        """Runs `warm_up` and allocates memory, and then requests to join the ranks."""
+        """Runs `warm_up` and allocates memory, and then requests to become a member."""
         if warm_up is not None:
             with runtime.solo_mode():
                 warm_up(self._state)

@@ -51,8 +51,8 @@ class StateEncoder(ObjectEncoder):
         self.structure = self._pack({"dict": nodes})
 
     def _key(self, value: object, where: str, depth: int) -> Node:
-        # The tags of this module need the receiver's value at the same place of its
-        # state. A key of a dict and an element of a set have no such place.
+        # To decode the tags of this module, the receiver needs its own value at the
+        # same place of the state. Keys of dicts and elements of sets have no place.
         self._in_key += 1
         node = super()._key(value, where, depth)
         self._in_key -= 1

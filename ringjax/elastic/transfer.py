@@ -44,9 +44,9 @@ _participants: ContextVar[Participants | None] = ContextVar(
 
 @contextlib.contextmanager
 def between(participants: Participants) -> Iterator[None]:
-    """Makes `broadcast_state` send between these ranks, inside of this context.
+    """Makes `broadcast_state` use these participants, inside of a `with` block.
 
-    Outside of this context, rank 0 sends to all ranks; in a job of groups, each rank of
+    Outside of the block, rank 0 sends to all ranks; in a job of groups, each rank of
     the first group sends to the ranks at the same place in the other groups.
     """
     token = _participants.set(participants)

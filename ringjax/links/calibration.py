@@ -159,7 +159,7 @@ class _CalibrationProbe:
 
 
 def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Returns by which factor each constant adds to the time of a short call.
+    """Returns how often the time of a short call contains each constant.
 
     The result is by algorithm of `time_call` and by constant. Each call begins with a
     barrier. In each round of a barrier, every rank sends a message and waits for a
@@ -212,7 +212,7 @@ def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
 
 
 def _time_byte(probe: _CalibrationProbe, name: str) -> float:
-    """Measures the seconds per byte by a ring, which uses one link of each host."""
+    """Measures the seconds per byte of a ring allreduce, with one link of each host."""
     hosts = list(probe.communicator.hosts)
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
     [crossing] = (

@@ -22,7 +22,7 @@ _KIND = "network"
 
 
 def is_valid(cost: object) -> bool:
-    """Returns whether `cost` contains all constants with possible values."""
+    """Returns whether `cost` contains all constants, with values within LIMITS."""
     if not isinstance(cost, dict) or cost.keys() != set(NAMES):
         return False
     limits = {name: LIMITS[name.partition("_")[2]] for name in NAMES}

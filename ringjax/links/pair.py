@@ -1,4 +1,4 @@
-"""The sockets and memory of this rank and one peer while mesh.py connects the two."""
+"""Holds the sockets and the memory of a pair of ranks while mesh.py connects it."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True)
 class RejoinState:
-    """The message of a worker that was connected to an earlier coordinator.
+    """A worker's message to a restarted coordinator, about the time before the restart.
 
     Attributes:
         term: the term of that coordinator. Each restart of the coordinator increases
@@ -127,14 +127,14 @@ def parse_rejoin(message: Mapping[str, Any]) -> RejoinState:
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """The job begins with these workers."""
+    """The decision that the job begins with `workers`."""
 
     workers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeJob:
-    """The job continues, under a restarted coordinator, with an epoch of its members.
+    """The decision that the job continues under a restarted coordinator.
 
     Attributes:
         state: the newest epoch that a worker has sent.
@@ -155,7 +155,7 @@ class ResumeJob:
 
 @dataclass(frozen=True, slots=True)
 class FailJob:
-    """The job fails, because too few workers are connected."""
+    """The decision that the job fails, because too few workers are connected."""
 
     text: str
 
@@ -214,7 +214,7 @@ class Assembly:
             self.deadline = None  # the timeout runs only while a worker waits
 
     def exclude(self, worker: int, why: str) -> None:
-        """Records that a worker will never connect (again)."""
+        """Records that a worker will not connect any more, and why."""
         self._excluded[worker] = why
         self.leave(worker)
 

@@ -204,7 +204,7 @@ class CoordinatorClient:
         self._send(("suspect", rank), message, epoch)
 
     def ready(self) -> None:
-        """Announces that this newcomer is prepared and may become a member."""
+        """Announces that this newcomer has warmed up and may become a member."""
         self._send("ready", {"type": "ready"})
 
     def pause(

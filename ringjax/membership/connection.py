@@ -41,10 +41,10 @@ class ConnectionHandler(Protocol):
         """Handles a lost connection. In an elastic job, the thread then reconnects."""
 
     def give_up(self, text: str) -> None:
-        """Handles the loss of a connection that no thread restores, for this reason."""
+        """Handles a lost connection that will not be restored. `text` is the reason."""
 
     def is_finished(self) -> bool:
-        """Returns whether the worker is out of the job, so needs no connection."""
+        """Returns whether the worker has left the job and needs no connection."""
 
 
 class _Stream:
@@ -264,7 +264,7 @@ class Connection:
 
 
 def _wait(stream: _Stream, seconds: float | None, wakeup: int = -1) -> bool:
-    """Waits for input, for room for output, or for a wakeup. Returns False if late."""
+    """Waits for input, for room for output, or for a wakeup. False after a timeout."""
     poll = select.poll()
     poll.register(stream.sock, select.POLLIN | (select.POLLOUT * bool(stream.output)))
     if wakeup >= 0:

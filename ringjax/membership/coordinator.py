@@ -169,7 +169,7 @@ class Coordinator(JobServer):
         self._call_soon(lambda now: self._publish(("ended", worker)))
 
     def admission(self, max_np: int) -> None:
-        """Changes the largest number of members. No member has to leave."""
+        """Changes the largest number of members. Present members may stay."""
         self._call_soon(lambda now: self._membership.set_max_np(max_np, now))
 
     def pulse(self) -> None:
@@ -330,7 +330,7 @@ class Coordinator(JobServer):
         self._publish(("stop", f"the coordinator failed: {error!r}"))
 
     def _update_exchanges(self, event: LauncherEvent) -> None:
-        """Begins the exchanges of a new epoch, or fails those that need a lost rank."""
+        """Begins the exchanges of a new epoch, or fails exchanges with a lost rank."""
         epoch = self._membership.epoch
         if event[0] == "members" and event[1] == epoch.number:
             self._exchanges = Exchanges(len(epoch.order))

@@ -162,7 +162,7 @@ Directive = (
 
 
 def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
-    """Parses a message of the coordinator to `worker`; returns None if no directive.
+    """Parses a message of the coordinator. Returns None if it is no directive.
 
     Example:
         >>> parse({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)

@@ -25,7 +25,7 @@ WITH_GROUP = "ended with its group"  # begins the reason why a group's members e
 
 @dataclass(slots=True)
 class WorkerInfo:
-    """A connected worker, see `Member`. A newcomer is `ready` once it can train."""
+    """A connected worker, see `Member`. `ready` means that a newcomer can train."""
 
     seen: str
     hello: JsonObject
@@ -113,7 +113,7 @@ class Epochs:
             self._lose({worker: why}, now)
 
     def _lose(self, workers: Mapping[int, str], now: float) -> None:
-        """Fences members and their groups, and ends the epoch."""
+        """Fences lost members and their groups, and ends the epoch."""
         if self._config.stops_on_loss:  # the launcher ends the job
             for worker, why in workers.items():
                 self._remove_member(worker, why, now)
@@ -331,7 +331,7 @@ class Epochs:
         epoch.announced_at = now
 
     def _stop_if_finished(self) -> bool:
-        """Ends the job if members have finished and only stateless members remain."""
+        """Ends the job if only members without training state have not finished."""
         alive = self.epoch.alive
         if not self._finished or alive - self._stateless:
             return False

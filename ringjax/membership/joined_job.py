@@ -59,7 +59,7 @@ def join(
     tls: str = "auto",
     warning: InitWarning = NO_WARNING,
 ) -> CoordinatorClient:
-    """Joins a job, and waits until the job has started. Newcomers wait no longer.
+    """Joins a job, and waits until the job has started.
 
     Args:
         credentials: the credentials of the job; or a function that is called before

@@ -279,7 +279,7 @@ class JobMembership(Epochs):
             self._assemble(now)
 
     def set_max_np(self, max_np: int, now: float) -> None:
-        """Changes the largest number of members. No member has to leave."""
+        """Changes the largest number of members. Present members may stay."""
         self._max_np = max_np
         self._admit(now)
 

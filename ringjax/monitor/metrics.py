@@ -203,6 +203,6 @@ _RANK_COUNTERS = {
 
 
 def rank_counter(name: str) -> MetricFamily:
-    """Returns the family of a counter of `_RANK_COUNTERS`, without samples."""
+    """Returns a counter of `_RANK_COUNTERS` as a MetricFamily without samples."""
     about = _RANK_COUNTERS[name][0]
     return MetricFamily(f"ringjax_rank_{name}_total", "counter", about)

@@ -94,7 +94,7 @@ class CommonClock:
         self._to_first[clock] = lambda when: further(when + offset.ahead(when))
 
     def seconds(self, part: ProfilePart, when: float) -> float:
-        """Converts a time of the rank of `part` to seconds since the profile began."""
+        """Converts a time on the clock of `part` to seconds since the profile began."""
         return self._to_first[part.clock](when) - self.zero
 
 

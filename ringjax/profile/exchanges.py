@@ -43,7 +43,7 @@ class RankExchange:
 
     @property
     def move(self) -> float:
-        """The seconds of moving data, or until a device operation was enqueued."""
+        """The seconds of moving data; on a device, of enqueueing the operation."""
         return 0.0 if self.agreed is None else self.done - self.agreed
 
     @property

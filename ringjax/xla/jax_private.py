@@ -150,7 +150,7 @@ def is_linear(value: object) -> bool:
 
 
 def is_eager(values: Sequence[object]) -> bool:
-    """Returns True if a collective of these values, bound now, is executed at once."""
+    """Returns True if a collective of these values runs at once, not in a trace."""
     concrete = all(_core.is_concrete(v) for v in values)
     return concrete and not _core.unsafe_am_i_under_a_jit()
 
@@ -423,7 +423,7 @@ def without_mesh(aval: Aval) -> Aval:
 
 
 def varying_axes(aval: Aval) -> frozenset[str] | None:
-    """Returns the mesh axes over which a value in shard_map differs; None: unknown."""
+    """Returns the mesh axes over which a value in shard_map differs, or None."""
     # Some versions of JAX have the axes in `aval.mat`, others in `aval`.
     kind: Any = getattr(aval, "mat", aval)
     axes: frozenset[str] | None = getattr(kind, "varying", getattr(kind, "vma", None))

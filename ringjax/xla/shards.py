@@ -86,7 +86,7 @@ class Shards(NamedTuple):
 
 
 def _numbers(program: Program) -> tuple[tuple[int, ...], str]:
-    """Returns `Shards.devices` and `Shards.names` for the local devices."""
+    """Returns the attributes `devices` and `names` of `Shards`."""
     local = [device.local_hardware_id for device in program.local_devices]
     ids = tuple(int(device.id) for device in program.local_devices)
     if program.platform == "cuda":

@@ -36,7 +36,7 @@ Tokens = dict[Any, Any]  # tokens by effect, or output tokens of programs by dev
 
 
 class CollectiveTokenEffect(_effects.Effect):
-    """The effect of a collective. JAX passes one token through all calls with it.
+    """The effect of a collective. JAX passes one token through all collectives.
 
     Instances are equal and have the same hash, the hash of the type's name, because JAX
     puts instances into the keys of its caches.
