@@ -1,4 +1,5 @@
-// The levels of halving and doubling, and the allgather. See adasum.h.
+// Implements Adasum: the levels of vector halving, and the final allgather. See
+// adasum.h.
 #include "engine/call/adasum.h"
 
 #include <algorithm>
@@ -205,8 +206,8 @@ class AdasumRun {
                 [](Extent) {});
   }
 
-  // Makes the other steps of the allgather, one for each level in reverse order. Each
-  // step receives the result of the half that the level sent to the peer.
+  // Makes the remaining steps of the allgather, one for each earlier level in reverse
+  // order. Each step receives the result of the half that this rank sent at that level.
   Status Gather(const std::vector<Level>& levels) {
     Schedule gather;
     for (size_t i = levels.size(); i-- > 1;) {

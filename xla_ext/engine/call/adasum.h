@@ -11,8 +11,7 @@
 //
 //   exchange  sends one half to the peer, receives the peer's other half into scratch
 //   moments   computes a.b, |a|^2 and |b|^2 for each tensor's part of the half, and
-//   sums
-//             them over the 2d ranks whose halves together form a and b
+//             sums them over the 2d ranks whose halves together form a and b
 //   combine   replaces the half by Adasum(a, b), which is the piece of the next level
 //
 // An allgather follows. A rank sends 2 (P-1)/P n elements, as for a sum, and log2 P
@@ -33,7 +32,7 @@ inline constexpr std::string_view kAdasumName = "adasum";  // name in the statis
 // Returns whether `ranks` is a power of two, as Adasum requires.
 constexpr bool AdasumFits(int ranks) { return (ranks & (ranks - 1)) == 0; }
 
-// Returns how many elements of scratch an Adasum of `count` elements needs.
+// Returns how many elements of scratch memory an Adasum of `count` elements needs.
 constexpr uint64_t AdasumScratch(uint64_t count) { return (count + 1) / 2; }
 
 // Combines the tensors in buffers.in into buffers.out, which may be the same memory.

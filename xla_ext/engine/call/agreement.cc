@@ -1,4 +1,5 @@
-// The dissemination rounds and the exchange of texts and messages. See agreement.h.
+// Implements the agreement by dissemination rounds, and the exchanges of texts, words
+// and messages. See agreement.h.
 #include "engine/call/agreement.h"
 
 #include <algorithm>
@@ -20,14 +21,15 @@ Status OutOfStep(const Frame& got, const Frame& frame, int peer) {
                 peer);
 }
 
-// Sends to one peer while it receives from another or the same peer (MPI_Sendrecv).
+// Sends to one peer while it receives from another, or from the same, like
+// MPI_Sendrecv.
 class Exchange {
  public:
   Exchange(const Endpoints& endpoints, Waiter* waiter)
       : endpoints_(endpoints), waiter_(waiter) {}
 
-  // Returns once `out` has been sent and flushed, and `in` has been received. `sent`
-  // bytes of `out` have been sent before. An error names the peer.
+  // Returns once `out` has been sent and flushed, and `in` has been received. The first
+  // `sent` bytes of `out` were sent before. An error has the rank of the peer.
   Status SendReceive(int to, iovec out, int from, iovec in, size_t sent = 0) {
     size_t received = 0;
     Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
@@ -62,8 +64,8 @@ class Exchange {
     return OkStatus();
   }
 
-  // Sends the frame `mine` to one peer and receives a frame of another. Fails if the
-  // received frame has another kind or step, or belongs to another call.
+  // Sends the frame `mine` to one peer and receives a frame of another peer. Fails if
+  // the received frame differs from `mine` in its kind, step or call.
   Status SwapFrames(int to, Frame mine, int from, Frame* theirs) {
     RJ_TRY(SendReceive(to, {&mine, sizeof mine}, from, {theirs, sizeof *theirs}));
     if (theirs->SameStream(mine) && theirs->kind == mine.kind &&
@@ -72,7 +74,8 @@ class Exchange {
     return OutOfStep(*theirs, mine, from);
   }
 
-  // Sends as much of `out` as the link takes at once, and adds the bytes to `*sent`.
+  // Sends as much of `out` as fits into the link now, and adds the byte count to
+  // `*sent`.
   Status Push(int to, iovec out, size_t* sent) {
     bool moved = false;
     return Move(to, endpoints_.links[to]->TryWrite(Rest(out, 0)), sent, &moved);
@@ -96,9 +99,9 @@ class Exchange {
   iovec rest_;
 };
 
-// Waits until the counters of all ranks have reached `turn`. A value below `least`, or
-// above turn + 1, is an error: a correct peer that is one turn ahead waits for this
-// rank.
+// Waits until the counters of all ranks have reached `turn`. A value below `least` or
+// above turn + 1 is an error, because a correct peer that is one turn ahead waits for
+// this rank.
 Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
              const Endpoints& endpoints, Waiter* waiter) {
   for (int peer = 0; peer < endpoints.segment->size(); ++peer)
@@ -158,7 +161,7 @@ Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* wai
   return CompareInSegment(turn, mine, endpoints, agreed);
 }
 
-// The frame of one rank as it travels over links, with the rank's message if it fits.
+// A frame that ranks forward over links, with the message of its rank if that fits.
 struct Block {
   Frame frame;
   char text[448];
@@ -223,10 +226,10 @@ Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& en
 }
 
 // Exchanges frames and messages over links. In step k a rank sends its first 2^k
-// blocks, or as many as the receiver lacks, to the rank 2^k before it. The rank pushes
-// its own block to all of these ranks at the beginning, because peers that sleep
-// between rounds (Rounds::AwaitNext) wake on it: a chain of at most log2 P ranks wakes
-// every rank.
+// blocks, or as many as the receiver lacks, to the rank 2^k before it. Before the first
+// step, the rank pushes its own block to all of these ranks, because the block wakes
+// peers that sleep between rounds (Rounds::AwaitNext): every rank is woken through a
+// chain of at most log2 P ranks.
 Status ExchangeOverLinks(const Frame& mine, const std::string& own,
                          const Endpoints& endpoints, Waiter* waiter,
                          std::vector<Frame>* frames, std::vector<std::string>* all) {

@@ -1,4 +1,5 @@
-// Hashes tensors, finds the first one that differs, and names the ranks. See alike.h.
+// Hashes tensors, finds the first tensor that differs, and names the ranks that differ.
+// See alike.h.
 #include "engine/call/alike.h"
 
 #include <algorithm>

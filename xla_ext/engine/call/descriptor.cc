@@ -1,4 +1,5 @@
-// Fingerprints and texts of calls. See descriptor.h.
+// Computes fingerprints of calls, and formats and compares texts about calls. See
+// descriptor.h.
 #include "engine/call/descriptor.h"
 
 #include <algorithm>
@@ -29,7 +30,7 @@ constexpr long kHeadLines = 10;  // lines of Explain before the tensors
 constexpr std::string_view kRefused = "refused: ";
 constexpr std::string_view kStep = "optimizer step ";
 
-// Returns the title of the operation: the first line of the first text of Explain.
+// Returns the title of the operation: the first line of a text that is no refusal.
 std::string_view Title(const std::vector<std::string>& texts) {
   for (std::string_view text : texts)
     if (!IsRefusal(text)) return text.substr(0, text.find('\n'));

@@ -1,5 +1,5 @@
-// The description of a call, in two forms that ranks compare: a fingerprint for every
-// call, and a text that the ranks exchange if their fingerprints differ.
+// Call: the description of a collective call. Ranks compare a fingerprint of every
+// call, and exchange a text about the call only if their fingerprints differ.
 #pragma once
 
 #include <algorithm>
@@ -66,28 +66,28 @@ struct Tensor {
 struct Call {
   Collective op = Collective::kAllreduce;
   ReduceOp reduce_op = ReduceOp::kSum;
-  int wire = -1;  // number of the wire dtype; -1 means the dtype of the tensor
+  int wire = -1;  // code of the wire dtype; -1 means the dtype of the tensor
   double prescale = 1.0, postscale = 1.0;
   int root = 0;
   int64_t step = -1;   // the caller's training step (optimizer state), -1 if none
-  int64_t bucket = 0;  // number of the call within the training step
-  // Seconds without progress until the call fails; 0 means never, and a negative number
-  // means the timeout of the communicator. May differ between ranks.
+  int64_t bucket = 0;  // index of the call within the training step
+  // The call fails after this many seconds without progress. 0 means no limit, and a
+  // negative value means the timeout of the communicator. May differ between ranks.
   double timeout = -1;
   std::string_view name;   // the name of the operation: "grads"
   std::string_view names;  // the names of the tensors, one on each line; may be empty
-  // For shards on several devices: the line "2 devices (0, 1)", then lines that say how
-  // each tensor is cut. All lines are compared, but errors show only the first line.
-  // Empty if each tensor is whole and on one device.
+  // If the tensors are cut into shards on several devices: the line "2 devices (0, 1)",
+  // then lines that say how each tensor is cut. All lines are compared, but errors show
+  // only the first line. Empty if each tensor is whole and on one device.
   std::string_view partition;
   std::vector<Tensor> tensors;
-  // The sizes of dim 0 on each rank, one list after the other for each tensor. See
-  // Problem::counts for the order in a list.
+  // For each tensor in turn, a list with the size of dim 0 on each rank.
+  // Problem::counts describes the order within a list.
   std::vector<int64_t> rows;
   bool rows_known = false;  // alltoall: the negotiation has compared `rows` already
   bool overlapped = false;  // the program continues during the call; only recorded
 
-  // Sets op, reduce_op and wire. Returns kInvalidArgument if a number is unknown.
+  // Sets op, reduce_op and wire. Returns kInvalidArgument if a code is unknown.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);
 
   // Returns "allreduce 'grads'", or "allreduce" if the call has no name.
@@ -108,35 +108,36 @@ Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
 // of an alltoall differ between ranks and are compared separately.
 uint64_t Fingerprint(const Call& call);
 
-// Returns "f32[8,128]", or "f32[*,128]" if `ragged`, where dim 0 may differ by rank.
+// Returns "f32[8,128]", or "f32[*,128]" if dim 0 may differ between ranks (`ragged`).
 std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged = false);
 std::string Describe(const Tensor& tensor, bool ragged = false);
 
-// Returns the shortest decimal text that identifies the number.
+// Returns the shortest decimal text that is read back as exactly `value`.
 std::string Digits(double value);
 
-// Returns at most the first `limit` bytes of `text`, and no part of a UTF-8 character.
+// Returns at most the first `limit` bytes of `text`, without splitting a UTF-8
+// character.
 std::string_view Cut(std::string_view text, size_t limit);
 
-// Returns line `number` of `lines`, counted from 0; empty if there are fewer lines.
+// Returns line `number` of `lines`, counted from 0, or "" if there are fewer lines.
 std::string_view Line(std::string_view lines, size_t number);
 
-// Bytes of the longest text that a rank sends to explain its call.
+// The most bytes of the text that a rank sends to explain its call after a mismatch.
 inline constexpr size_t kMaxText = 64 << 10;
 
 // Returns a text about a call, at most `limit` bytes: the operation, its options, and a
 // line for each tensor. Mismatch compares these texts line by line.
 std::string Explain(const Call& call, size_t limit);
 
-// Returns the text that a rank whose own call is not valid sends in place of Explain.
+// Returns the text that a rank sends in place of Explain if its own call is not valid.
 std::string Refusal(const std::string& why);
 bool IsRefusal(std::string_view text);
 
-// Returns an error text that names the first refusal, or without refusals the first
-// difference. The text is the same on all ranks. texts[r] is the Explain or Refusal
-// text of rank r, and members[r] its world rank. `*culprit` is the world rank that
-// refuses or differs, or -1 if all texts are equal, because they were cut before the
-// difference.
+// Returns an error message, equal on all ranks, that names the first rank that refuses
+// the call or, if no rank refuses, the first difference. texts[r] is the Explain or
+// Refusal text of rank r, and members[r] its world rank. `*culprit` receives the world
+// rank that refuses or differs, or -1 if all texts are equal because they were cut
+// before the difference.
 std::string Mismatch(const std::vector<std::string>& texts,
                      const std::vector<int>& members, std::string_view communicator,
                      int* culprit);

@@ -1,10 +1,11 @@
-// Execute: a loop over the heads of the send and receive queues of each peer. See
-// executor.h.
+// Implements Execute: a loop that serves the next send and the next receive of each
+// peer. See executor.h.
 //
-// Each pass runs the copies as far as earlier steps permit. Then it serves each peer:
-// it sends, flushes and receives. The thread waits after a pass in which nothing moved.
-// In one pass a message moves at most kSegment bytes (or kReadAtOnce, see below), so
-// that receiving, reducing and sending alternate while the data are still in the cache.
+// Each pass runs the local copies as far as earlier steps permit. Then, for each peer,
+// the pass sends, flushes and receives. The thread waits after a pass in which nothing
+// moved. In one pass a message moves at most kSegment bytes (or kReadAtOnce, see
+// below), so that receiving, reducing and sending alternate while the data are still in
+// the cache.
 #include "engine/call/executor.h"
 
 #include <sys/uio.h>
@@ -25,10 +26,11 @@ namespace ringjax {
 namespace {
 
 constexpr uint64_t kSegment = 256 << 10;
-// Bytes that one system call of CMA copies to their destination.
+// The most bytes that one CMA system call copies to their destination.
 constexpr uint64_t kReadAtOnce = 1 << 20;
 constexpr size_t kMaxPieces = 64;  // iovecs in one call of a link
-// Bytes that one system call of CMA copies before a reduction; they fit the L1 cache.
+// The most bytes that one CMA system call copies for a reduction; they fit the L1
+// cache.
 constexpr uint64_t kReduceBlock = 32 << 10;
 // Copies of this many bytes, which exceed the caches, use non-temporal stores.
 constexpr uint64_t kPastCaches = 4 << 20;
@@ -41,7 +43,8 @@ constexpr uint64_t kPastCaches = 4 << 20;
 
 constexpr size_t kMaxCmaPieces = 256;  // pieces of a message that is read by CMA
 
-// One message as its sender or its receiver sees it, and how much of it has moved.
+// A message on the side of its sender or receiver, and how much of the message has
+// moved.
 struct Message {
   uint64_t head = 0;            // bytes of the header, and of the list, that have moved
   uint64_t bytes = 0;           // bytes of the payload that have moved
@@ -52,7 +55,8 @@ struct Message {
   uint64_t head_size() const { return sizeof(Frame) + remote.size() * sizeof(iovec); }
   bool head_complete() const { return head == head_size(); }
 
-  // Makes the rest of the payload travel through the ring buffer. Called on both sides.
+  // Makes the rest of the payload travel through the ring buffer of the link, on both
+  // sides.
   void FallBack() {
     remote.clear();
     head = sizeof(Frame);
@@ -61,9 +65,8 @@ struct Message {
 static_assert(sizeof(iovec) == 2 * sizeof(uint64_t),
               "lists have one format everywhere");
 
-// Appends the part of the memory [from, from + bytes) that has not moved. In the
-// stream, `before` bytes precede this memory, and the first `done` bytes of the stream
-// have moved.
+// Appends to `out` the part of the memory [from, from + bytes) that has not moved. The
+// memory follows `before` other bytes of a stream whose first `done` bytes have moved.
 void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
           std::vector<iovec>* out) {
   const uint64_t skip = std::clamp(done, before, before + bytes) - before;
@@ -71,7 +74,7 @@ void Rest(void* from, uint64_t bytes, uint64_t before, uint64_t done,
     out->push_back({static_cast<std::byte*>(from) + skip, bytes - skip});
 }
 
-// Returns the parts of `header` and of the list that have not moved.
+// Returns the parts of `header` and of the list of pieces that have not moved.
 std::vector<iovec> RestOfHead(Frame* header, Message* message) {
   std::vector<iovec> pieces;
   Rest(header, sizeof *header, 0, message->head, &pieces);
@@ -80,7 +83,7 @@ std::vector<iovec> RestOfHead(Frame* header, Message* message) {
   return pieces;
 }
 
-// Records `n`, the result of sending or receiving a part of the head.
+// Records `n`, the result of sending or receiving a part of the head of a message.
 Status HeadMoved(const Result<size_t>& n, Message* message, bool* moved) {
   if (!n.ok()) return n.status();
   message->head += n.value();
@@ -151,7 +154,8 @@ class PlanRun {
   }
 
  private:
-  // Returns how many elements of `step`, from its first one, the earlier steps permit.
+  // Returns how many elements of `step` may move, because earlier steps are done with
+  // them.
   uint64_t Allowed(const PlannedStep& step) const {
     uint64_t allowed = step.count;
     for (const Dependency& d : step.after) {
@@ -240,8 +244,8 @@ class PlanRun {
     return header;
   }
 
-  // Sets m->remote to the memory that holds a message if the peer is to read the
-  // message by CMA. Otherwise leaves it empty.
+  // If the peer is to read a message by CMA, sets m->remote to the memory that holds
+  // the message. Otherwise leaves m->remote empty.
   void ListPieces(Link* link, const PlannedStep& planned, Message* m) {
     const uint64_t bytes = planned.count * wire_;
     CmaEndpoint* cma = link->cma();
@@ -319,7 +323,8 @@ class PlanRun {
     return OkStatus();
   }
 
-  // Receives and checks the header, and for a payload by CMA also the list of pieces.
+  // Receives and checks the header, and also the list of pieces if CMA reads the
+  // payload.
   Status ReceiveCheckedHead(Link* link, const PlannedStep& planned, Message* m,
                             bool* moved) {
     if (m->head < sizeof(Frame)) {
@@ -385,7 +390,7 @@ class PlanRun {
     return block;
   }
 
-  // Reduces or decodes received bytes in the memory of the transport, without a copy.
+  // Reduces or decodes received bytes directly from the memory of the transport.
   Status ReceiveThrough(Link* link, const PlannedStep& planned, uint64_t limit,
                         Message* m, bool* moved) {
     Result<std::span<const std::byte>> peeked = link->Peek(limit, wire_);
@@ -511,9 +516,10 @@ class PlanRun {
   const Endpoints& endpoints_;
   Waiter* waiter_;
   const uint64_t width_, wire_;
-  // False also for a rank that only sends and has a core of its own. Such a rank copies
-  // into the ring buffer while the peer copies out of it, and these two concurrent
-  // copies take 0.6 to 0.9 of the time of a single copy by the peer.
+  // Whether peers may read messages by CMA. Also false for a rank that only sends and
+  // has a core of its own. Such a rank copies into the ring buffer while the peer
+  // copies out of it, which takes 0.6 to 0.9 of the time of a single CMA copy by the
+  // peer.
   const bool uses_cma_;
   std::vector<Message> progress_;
   std::vector<size_t> next_send_, next_receive_;  // heads of the queues of each peer

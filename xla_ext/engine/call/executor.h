@@ -1,7 +1,7 @@
-// The executor: runs one plan over links, and overlaps steps that do not conflict.
+// The executor: runs the steps of one plan over links. Steps without conflicts overlap.
 //
-// It moves bytes and calls base/reduce.h, and depends on no algorithm and no transport.
-// It runs on the thread that makes the call, which may be a thread of XLA.
+// The executor moves bytes and calls base/reduce.h. It depends on no algorithm and no
+// transport, and runs on the thread that makes the call, which may be a thread of XLA.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@
 
 namespace ringjax {
 
-// All links of a communicator, its shared segment if it has one, and its timeouts, as
-// one call uses them.
+// The links, the shared segment and the timeouts of a communicator, as one call uses
+// them.
 struct Endpoints {
   std::vector<std::unique_ptr<Link>> links;  // link to each rank; null for this rank
   std::unique_ptr<SharedSegment> segment;    // null if the communicator has none
@@ -54,7 +54,8 @@ Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peer
 
 // Waits until the counter of a peer in the shared segment has reached `value`. Fails
 // with kUnavailable if the counter is below `least` or above `most`, which means that
-// the segment is damaged. `what` completes the error about a late peer: "has not ...".
+// the segment is damaged. `what` is a predicate for the error about a late peer: "has
+// not ...".
 inline Status AwaitCounter(SharedSegment::Counter counter, int peer, uint64_t value,
                            uint64_t least, uint64_t most, const Endpoints& endpoints,
                            Waiter* waiter, const char* what) {
@@ -70,7 +71,7 @@ inline Status AwaitCounter(SharedSegment::Counter counter, int peer, uint64_t va
   return OkStatus();
 }
 
-// The buffers of one schedule on this rank: kIn, kOut and kScratch.
+// The memory of this rank to which a schedule refers as kIn, kOut and kScratch.
 struct Buffers {
   const Spans* in = nullptr;
   const Spans* out = nullptr;

@@ -1,6 +1,6 @@
-// A frame: the 64 bytes in front of each message on a link. Both ends derive the next
-// message from their schedules, and the frame lets the receiver check that the sender
-// means the message that the receiver expects.
+// Frame: the 64-byte header of each message on a link. Both ends know the next message
+// from their schedules, and the frame lets the receiver check that it receives the
+// message that it expects.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct Frame {
   uint32_t epoch = 0;
   uint32_t communicator = 0;
   uint32_t lane = 0;
-  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: request number
+  uint32_t step = 0;  // kAgree, kEnd: dissemination round; kData, kCma: request index
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   uint64_t bytes = 0;  // bytes of the payload

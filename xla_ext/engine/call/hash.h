@@ -1,5 +1,5 @@
-// A fast hash of words, numbers and texts. Ranks with the same byte order compute the
-// same value. The hash does not resist constructed collisions.
+// Hash: a fast hash of integers, floating-point numbers and strings. Ranks with the
+// same byte order compute the same value. An attacker can construct collisions.
 #pragma once
 
 #include <algorithm>

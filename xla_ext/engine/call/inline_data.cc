@@ -1,4 +1,5 @@
-// Writing and reading inline data, and finishing calls from them. See inline_data.h.
+// Writes and reads inline data, and computes the results of calls from them. See
+// inline_data.h.
 #include "engine/call/inline_data.h"
 
 #include <algorithm>
@@ -26,8 +27,8 @@ class Table {
     std::memcpy(words_.data(), at, Bytes(size));
   }
 
-  // Makes the table of this rank anew, because a faulty peer may have changed the table
-  // in the slot.
+  // Computes the table of this rank from the call, because a faulty peer may have
+  // changed the table in the slot.
   Table(const Problem& problem, uint64_t room) : words_(1 + problem.counts.size()) {
     const size_t size = problem.counts.size() / 2;
     words_[0] = Sum(std::span(problem.counts).first(size)) <= room;
@@ -47,8 +48,8 @@ std::byte* SlotData(const Endpoints& endpoints, uint64_t turn, size_t rank) {
          SharedSegment::kHeaderBytes;
 }
 
-// Returns how many bytes each rank contributes. Not for an alltoall, whose sizes differ
-// between ranks.
+// Returns how many bytes each rank contributes. Must not be called for an alltoall,
+// where no rank knows the sizes of all other ranks.
 std::vector<uint64_t> ContributedBytes(const Problem& problem, const Arithmetic& a,
                                        size_t size) {
   if (problem.op == Collective::kAllgather) return problem.counts;
@@ -59,7 +60,7 @@ std::vector<uint64_t> ContributedBytes(const Problem& problem, const Arithmetic&
   return given;
 }
 
-// Writes `in` in the element type of the wire.
+// Copies `in` to `to`, converted to the element type of the wire.
 void Write(std::byte* to, const Spans& in, const Arithmetic& a,
            AdaptiveCopier* copier) {
   in.ForPieces(0, in.bytes(), [&](Span from) {
@@ -126,7 +127,7 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
                        [](const Table& t) { return t.whole(); });
   if (!*whole) return OkStatus();
   for (size_t r = 0; r < size; ++r) {
-    // A table from a peer may hold any numbers, so each is limited: no sum overflows.
+    // A peer's table may hold any values, so each is limited: no sum overflows.
     uint64_t before = 0;
     for (size_t to = 0; to < rank; ++to)
       before += std::min(tables[r].sent(to), room + 1);

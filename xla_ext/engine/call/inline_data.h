@@ -1,4 +1,5 @@
-// Inline data: the data of short calls, which travel with the agreement.
+// Inline data: the data of short calls, which ranks exchange together with the
+// agreement.
 //
 // All ranks must map one SharedSegment. Before the ranks agree, each rank writes its
 // data into its inline slot, behind the frame of its agreement. After the agreement
@@ -25,14 +26,14 @@
 
 namespace ringjax {
 
-// The data that each rank has for this rank, in rank order. In a reduction, each entry
-// is a whole vector. In a broadcast, only the entry of the root has bytes. In an
-// alltoall, each entry is the part that is meant for this rank.
+// The data that each rank contributes to this rank's result, in rank order. In a
+// reduction, each entry is a whole vector. In a broadcast, only the entry of the root
+// has bytes. In an alltoall, each entry is the part that is meant for this rank.
 using Values = std::vector<std::span<const std::byte>>;
 
-// Returns the bytes of the longest inline data of any of `size` ranks. For an alltoall,
-// whose sizes differ between ranks, returns the bytes of the table. The result is equal
-// on all ranks.
+// Returns the size in bytes of the longest inline data among `size` ranks. For an
+// alltoall, whose sizes differ between ranks, returns the bytes of the table. The
+// result is equal on all ranks.
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 
 // Writes the data of this rank into its slot for the next agreement. Must be called
@@ -40,17 +41,17 @@ uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
                const Endpoints& endpoints);
 
-// Finds the data of all ranks after the agreement. `*values` refers to the slots and is
-// valid until this rank begins its next call. `*whole` says, equally on all ranks,
-// whether the data of every rank fitted into its slot; if not, `*values` is empty. Only
-// an alltoall can fail: with kMismatch if a rank sends another size than its peer
+// Finds the data of all ranks after the agreement. `*values` points into the inline
+// slots and is valid until this rank begins its next call. `*whole` is false, on all
+// ranks, if the data of some rank did not fit into its slot; then `*values` is empty.
+// Only an alltoall can fail: with kMismatch if a rank sends another size than its peer
 // expects (the error names no rank), or with kUnavailable if a table is damaged.
 Status ReadInline(const Problem& problem, const Arithmetic& a,
                   const Endpoints& endpoints, Values* values, bool* whole);
 
-// Finds the values of a call in `given`, the piggybacked data of all ranks (Piggyback,
-// in agreement.h). All parts of a piggybacked alltoall have equal length. Returns -1,
-// or the first rank whose data have another size than the call requires.
+// Finds the values of a call in `given`, the data that all ranks sent with a round
+// (Piggyback in agreement.h). An alltoall must have equal splits. Returns -1 on
+// success, or the first rank whose data have another size than the call requires.
 int ReadPiggybacked(const Problem& problem, const Arithmetic& a, int rank,
                     std::span<const std::span<const std::byte>> given, Values* values);
 

@@ -1,4 +1,4 @@
-// An Owner is a member of an object and records which process created the object.
+// Owner: a member of an object that records which process created the object.
 //
 // A forked child has a copy of the object, but not the threads of the object. The copy
 // must therefore neither end nor join these threads, and is left behind as it is.

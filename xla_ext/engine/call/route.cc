@@ -1,4 +1,4 @@
-// The decision how the data of a request travel. See route.h.
+// Chooses how the data of a request travel. See route.h.
 #include "engine/call/route.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs) {
   if (arithmetic.op == ReduceOp::kAdasum) return Route{Route::Kind::kAdasum};
   if (IsInline(problem, arithmetic, inputs)) return Route{Route::Kind::kInline};
-  // No rank knows the size of an alltoall, so assume 1 GiB.
+  // No rank knows the total size of an alltoall, so assume 1 GiB.
   uint64_t bytes = uint64_t{1} << 30;
   if (problem.op != Collective::kAlltoall)
     bytes = std::accumulate(problem.counts.begin(), problem.counts.end(), uint64_t{0}) *

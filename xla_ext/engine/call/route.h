@@ -1,5 +1,5 @@
-// The route of a request, which is a group of tensors of a call that move together.
-// Only this file decides about routes:
+// Route: how the data of a request travel. A request is a group of tensors of one call
+// that move together. The possible routes:
 //
 //   kInline    in the shared segment, together with the agreement (inline_data.h)
 //   kTiles     through the shared segment, in tiles (tiles.h)
@@ -11,8 +11,8 @@
 //
 // xla_ext/README.md has the table of sizes. All ranks must choose the same route, so
 // the decision depends only on values that are equal on all ranks. For an alltoall,
-// only the number of ranks is such a value, because no rank knows how many bytes the
-// others send.
+// only the number of ranks is equal on all ranks, because no rank knows how many bytes
+// the other ranks send.
 #pragma once
 
 #include <atomic>
@@ -31,8 +31,8 @@ namespace ringjax {
 // size of an inline slot is the limit, at most 65 KiB (transport/shared_segment.cc).
 inline constexpr uint64_t kMaxInlineAllreduce = 16 << 10;
 
-// Bytes of the shortest message that is read by CMA. A system call costs more than two
-// copies of a shorter message. Only tests change the number.
+// The size in bytes from which messages are read by CMA. For a shorter message, the
+// system call costs more than two copies. Only tests change this value.
 inline std::atomic<uint64_t> least_cma{16 << 10};
 
 struct Route {
@@ -44,7 +44,7 @@ struct Route {
   std::string_view name() const;
 };
 
-// The inputs of the decision that are equal for all requests of one collective.
+// The inputs of RouteOf that are equal for all requests of one collective.
 struct RouteInputs {
   const Topology& topology;
   const CostModel& cost;
@@ -53,13 +53,13 @@ struct RouteInputs {
   bool repairs = false;  // whether another epoch may follow (resilient_comm.h)
 };
 
-// Returns whether the route is kInline. Faster than RouteOf, because the cost model is
-// not evaluated.
+// Returns whether the route is kInline. Faster than RouteOf, because it does not
+// evaluate the cost model.
 bool IsInline(const Problem& problem, const Arithmetic& arithmetic,
               const RouteInputs& inputs);
 
-// Decides the route. Fails with kInvalidArgument if the forced algorithm does not exist
-// or does not apply.
+// Chooses the route of a request. Fails with kInvalidArgument if the forced algorithm
+// does not exist or does not apply.
 Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs);
 

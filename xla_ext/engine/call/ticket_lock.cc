@@ -1,4 +1,5 @@
-// Waits for tickets. See ticket_lock.h.
+// Implements TicketLock: takes tickets, waits for them and serves them. See
+// ticket_lock.h.
 #include "engine/call/ticket_lock.h"
 
 namespace ringjax {

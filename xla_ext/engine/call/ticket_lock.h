@@ -20,7 +20,8 @@ namespace ringjax {
 class TicketLock {
  public:
   // `slice` is the longest sleep before Wait calls `stop` again. Only Ctrl-C needs this
-  // limit, because no thread calls WakeAll for it. All other reasons to stop do.
+  // limit, because no thread calls WakeAll after Ctrl-C, as one does for all other
+  // reasons to stop.
   explicit TicketLock(std::chrono::milliseconds slice = std::chrono::milliseconds(100))
       : slice_(slice) {}
 

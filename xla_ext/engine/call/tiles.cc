@@ -1,4 +1,5 @@
-// The tile pipeline, and allreduce and reduce-scatter on top of it. See tiles.h.
+// Implements the tile pipeline, and on top of it allreduce and reduce-scatter. See
+// tiles.h.
 #include "engine/call/tiles.h"
 
 #include <algorithm>

@@ -35,8 +35,8 @@
 
 namespace ringjax {
 
-// Reduces the `count` > 0 elements of buffers.in into buffers.out on every rank. The
-// two may be the same memory. Fails with the errors of Execute.
+// Reduces the `count` > 0 elements of buffers.in into buffers.out on every rank. Both
+// buffers may be the same memory. Fails with the errors of Execute.
 Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
                         const Arithmetic& arithmetic, const Endpoints& endpoints,
                         Waiter* waiter);
@@ -44,8 +44,8 @@ Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
 // Reduces buffers.in, which holds counts[r] elements for each rank r, and writes the
 // elements of this rank to buffers.out. Fails with the errors of Execute.
 //
-// `*fits` is false, on all ranks, if a tile has fewer cache lines than there are ranks.
-// Then nothing has been done, and the caller must use the executor.
+// Sets `*fits` to false, on all ranks, if a tile has fewer cache lines than there are
+// ranks. Then no data have moved, and the caller must use the executor.
 Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
                             const Arithmetic& arithmetic, const Endpoints& endpoints,
                             Waiter* waiter, bool* fits);
@@ -57,8 +57,9 @@ Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>&
 // once every rank has reduced its parts, every rank can finish alone, even if a peer is
 // lost and the communicator is aborted meanwhile.
 
-// Returns the value that kReduced of every rank will have once all results of an
-// allreduce that begins now are in the segment, or 0 if some slot would be used twice.
+// Returns the value that the counter kReduced of every rank will have once all results
+// of an allreduce that begins now are in the segment, or 0 if some slot would be used
+// twice.
 uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
                                const SharedSegment& segment);
 

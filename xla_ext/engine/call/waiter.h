@@ -1,10 +1,10 @@
-// How a thread waits for links: it spins, yields now and then, and finally sleeps on
-// descriptors.
+// Waiter: makes a thread wait for links. The thread spins, yields now and then, and
+// finally sleeps on file descriptors.
 //
 // A waiting rank must not take the core from the rank that it waits for, so spinning
 // ends after microseconds. A waiting rank must also notice an abort, Ctrl-C and a
-// deadline, so it sleeps in slices. The caller looks for progress itself, and then
-// calls Progressed if there was progress, and Idle if there was none.
+// deadline, so it sleeps in short slices. The caller itself checks for progress. It
+// then calls Progressed if there was progress, and Idle if there was none.
 #pragma once
 
 #include <sched.h>
@@ -29,9 +29,10 @@ inline Clock::duration ToDuration(double seconds) {
 
 // A function that returns whether the user has interrupted this process (Ctrl-C).
 using InterruptCheck = bool (*)();
-// The check of this process; null if there is none.
+// The InterruptCheck of this process, or null if there is none.
 inline std::atomic<InterruptCheck> interrupt_check{nullptr};
-// Runs the check. May run Python's signal handlers, so no lock may be held.
+// Runs interrupt_check, which may run Python's signal handlers. Must be called without
+// any lock.
 inline bool Interrupted() {
   const InterruptCheck check = interrupt_check.load();
   return check != nullptr && check();
@@ -86,7 +87,7 @@ class Waiter {
 
   bool aborted() const { return aborted_->load(std::memory_order_acquire); }
 
-  // Sets the longest sleep before the caller looks again, at most kLongestMs.
+  // Sets the longest sleep before the caller checks for progress again (<= kLongestMs).
   void set_slice(Clock::duration slice) {
     const auto ms = std::chrono::ceil<std::chrono::milliseconds>(slice).count();
     slice_ms_ = static_cast<int>(std::clamp<int64_t>(ms, 0, kLongestMs));
@@ -99,9 +100,10 @@ class Waiter {
     return std::chrono::duration<double>(Clock::now() - since_).count();
   }
 
-  // Waits a little, because the caller found nothing to do, and returns when the caller
-  // should look again. Calls `interests()` only before a sleep. Fails with kUnavailable
-  // once the communicator is aborted, and with kCancelled after an interrupt.
+  // Waits a little after the caller has found no progress, and returns when the caller
+  // should check again. Calls `interests()` only before a sleep. Fails with
+  // kUnavailable once the communicator is aborted, and with kCancelled after an
+  // interrupt.
   template <typename Interests>
   Status Idle(Interests&& interests) {
     if (aborted()) return Status(Code::kUnavailable, "aborted");

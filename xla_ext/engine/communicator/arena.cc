@@ -1,4 +1,4 @@
-// The two mappings of an Arena, and its blocks. See arena.h.
+// Implements Arena: maps its memory twice, and takes and returns blocks. See arena.h.
 #include "engine/communicator/arena.h"
 
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-// Arena: memory for blocks, reused in the order in which the blocks were taken.
+// Arena: memory for blocks, which are reused in the order in which they were taken.
 //
 // The arena is a ring buffer whose pages are mapped twice, at adjacent addresses. So a
 // block that runs past the end of the first mapping is contiguous, and every byte can
@@ -23,7 +23,7 @@ class Arena {
   // the arena is large enough. The size becomes 0 if the system has no memory.
   void Grow(uint64_t bytes);
 
-  // Returns a block, or null if there is no room for it or `bytes` is 0.
+  // Takes a block from the arena. Returns null if there is no room or `bytes` is 0.
   std::byte* Take(uint64_t bytes);
   // Returns a block to the arena, which reuses it once all older blocks are returned.
   void Give(const std::byte* block);

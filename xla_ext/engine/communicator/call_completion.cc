@@ -1,4 +1,5 @@
-// The barriers and stop flags at the end of a call. See call_completion.h.
+// Implements CallCompletion: the barriers and stop flags at the end of a call. See
+// call_completion.h.
 #include "engine/communicator/call_completion.h"
 
 #include <chrono>

@@ -1,5 +1,5 @@
-// The end of a call: when the call may return, and how a rank completes the call if its
-// epoch ends while the call runs.
+// CallCompletion: decides when a call may return, and completes a call whose epoch has
+// ended while the call ran.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@
 
 namespace ringjax {
 
-// How far a call got in one epoch. If the epoch was aborted under the call, the work
+// How far a call got in one epoch. If the epoch was aborted during the call, the work
 // that remains after the commit decision depends on these values.
 struct CallAttempt {
-  // Every rank has the outcome, or can complete the call alone, so the call may return
-  // without a commit decision.
+  // Whether every rank has the outcome or can complete the call alone, so that the call
+  // may return without a commit decision.
   bool globally_complete = false;
-  // This rank has the results in place, or the error that all ranks have.
+  // Whether this rank has its results, or the error that all ranks report.
   bool locally_complete = false;
   Status outcome;         // valid if locally_complete
   uint64_t sequence = 0;  // number of the call in this epoch, from 1; 0 if unknown
@@ -30,15 +30,15 @@ struct CallAttempt {
     kTileResults,  // the reduced tiles, in the shared segment (tiles.h)
     kNone,         // no place: only all ranks together can complete the call
   } source = Source::kNone;
-  // Counter values in the shared segment. Once the counter of every rank has reached
-  // its value, the source is complete. 0 if no counter can show that.
+  // Counter values in the shared segment. Once the counters of all ranks have reached
+  // the value, `source` is complete. 0 if no counter can show that.
   uint64_t agreed = 0;   // value of kAgreed, for kInlineData and kNotNeeded
   uint64_t reduced = 0;  // value of kReduced, for kTileResults
 };
 
 // Ends the calls of one communicator. In an elastic job, a call returns only when every
-// rank has its results or can complete the call alone. Only the thread that serves a
-// call uses the object. The arguments of the constructor must outlive it.
+// rank has its results or can complete the call alone. Only the thread that runs a call
+// uses the object. The arguments of the constructor must outlive the object.
 //
 // A call that every rank can complete from the shared segment has no barrier at its
 // end. Still, either all ranks return from the call or none: a rank that was frozen,

@@ -1,4 +1,5 @@
-// Statistics, the last call, and events for the recorder. See call_log.h.
+// Implements CallLog: updates the statistics and the last call, and records events. See
+// call_log.h.
 #include "engine/communicator/call_log.h"
 
 #include <chrono>

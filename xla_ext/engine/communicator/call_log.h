@@ -1,5 +1,5 @@
-// The log of the calls of one communicator: totals, the last call, the current wait,
-// and an event of each call for the recorder.
+// CallLog: keeps totals, the last call and the current wait of one communicator, and
+// sends an event of each call to the recorder.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ struct OpStats {
 };
 
 // Only the thread that serves a call may use the functions of the first section. Any
-// thread may use the functions of the second. `state` must outlive the object.
+// thread may use the functions of the second section. `state` must outlive the object.
 class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}
@@ -37,14 +37,14 @@ class CallLog {
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
-  // Enters a call about which the ranks have already agreed.
+  // Enters a call to which all ranks have already agreed.
   void EnterAgreed() {
     Enter();
     event_.agreed = event_.entered;
   }
-  // Marks the call as one whose data a device moves after the agreement.
+  // Records that a device moves the data of the call after the agreement.
   void OnDevice(const Call& call);
-  // Adds a request to the statistics, and its route to the event.
+  // Adds a request to the statistics, and the route of the request to the event.
   void Count(const Request& request, std::string_view algorithm, std::string_view route,
              uint64_t sent_bytes);
   // Ends a call that has succeeded: calls Record, and updates the statistics and the
@@ -55,7 +55,7 @@ class CallLog {
   void EndedAtAgreement(const Call& call, Code outcome);
   // Completes the event of a call that has ended and passes it to the recorder.
   void Record(const Call& call, Event::Clock::time_point end, Code outcome);
-  // Stores what the call waits for: "it waits in barrier (seq 3) for rank 1".
+  // Stores a text about the current wait: "it waits in barrier (seq 3) for rank 1".
   void SetWaiting(std::string text);
   void ClearWaiting();
   // The event of the last call.
@@ -63,11 +63,11 @@ class CallLog {
 
   // -- diagnostics -------------------------------------------------------------------
 
-  // The reply of this rank to a straggler probe.
+  // Returns the reply of this rank to a straggler probe.
   CallTrace trace() const;
-  // Sets a function that describes what this process itself lacks for its next call,
-  // such as "device 1 of its own to come to allreduce 'x'", or returns "" if it lacks
-  // nothing. Any thread may call `f`.
+  // Sets a function that returns which devices of this process the next call still
+  // waits for, such as "device 1 of its own to come to allreduce 'x'", or "" if the
+  // call waits for none. `f` must be thread-safe.
   void set_missing_locally(std::function<std::string()> f);
   std::map<std::string, OpStats> stats() const;
   // Clears the statistics. With `trial`, the recorder receives no calls until the next

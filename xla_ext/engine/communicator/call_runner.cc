@@ -1,4 +1,5 @@
-// The agreement, the data and the end of a call. See call_runner.h.
+// Implements CallRunner: runs the agreement, moves the data and ends the call. See
+// call_runner.h.
 #include "engine/communicator/call_runner.h"
 
 #include <algorithm>
@@ -16,9 +17,9 @@
 namespace ringjax {
 namespace {
 
-// Marks, while the object lives, that a call may change the progress report, so that
-// Communicator::Quiesce waits for the call. A static job never calls Quiesce, and is
-// spared the two seq_cst stores.
+// While an ActiveMark exists, a call may change the progress report, so
+// Communicator::Quiesce waits for the call. A static job never calls Quiesce, and skips
+// the two seq_cst stores.
 class ActiveMark {
  public:
   explicit ActiveMark(const CommState& state) : state_(state) {

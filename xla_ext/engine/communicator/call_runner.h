@@ -1,4 +1,4 @@
-// The call runner: one call of one epoch, from its ticket to its results.
+// CallRunner: runs one call in one epoch, from its ticket to its results.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,9 @@
 namespace ringjax {
 
 // Runs the calls of a communicator one at a time, each on the thread that makes the
-// call. Any thread may call InTurn and Guarded; the other functions are called by the
-// body that these two run. The arguments of the constructor must outlive the object.
+// call. Any thread may call InTurn and Guarded. The other functions may be called only
+// by the `body` that InTurn or Guarded runs. The arguments of the constructor must
+// outlive the object.
 class CallRunner {
  public:
   CallRunner(CommState* state, const FailureReport* failures, CallLog* log,
@@ -33,8 +34,8 @@ class CallRunner {
         planner_(*planner),
         completion_(*completion) {}
 
-  // Waits for a ticket of this epoch alone (CommState::own), and runs `body` by
-  // Guarded.
+  // Takes a ticket of this epoch alone (CommState::own), waits until the ticket is
+  // served, and runs `body` by Guarded.
   Status InTurn(const Call& call, const std::function<Status()>& body);
   // Runs `body` unless the communicator was aborted. Turns an exception into a failure.
   // The caller ensures that no other call runs.
@@ -52,7 +53,7 @@ class CallRunner {
   Status Compare(const Call& call, const Status& local_check, bool* refused);
 
  private:
-  // The result of the agreement about a call.
+  // The result of the agreement of all ranks to a call.
   struct Agreement {
     Status outcome;              // if this is an error, no rank moves data
     bool refused = false;        // whether every rank has refused the call
@@ -60,12 +61,12 @@ class CallRunner {
   };
   Status RunSteps(const Call& call, CallAttempt* attempt, const Status* local_check,
                   bool negotiated);
-  // Begins the call and agrees about it. Fails if the communicator was aborted. A
-  // mismatch is not an error of this function but `agreement->outcome`.
+  // Begins a call and runs its agreement. Fails if the communicator was aborted. A
+  // mismatch does not make this function fail, but sets `agreement->outcome`.
   Status BeginAndAgree(const Call& call, const Status& local_check, Frame* frame,
                        Waiter* waiter, Agreement* agreement);
-  // Agrees about a call that has begun. `valid`, the result of Validate or of the
-  // caller's check, is the vote of this rank.
+  // Runs the agreement of a call that has begun. `valid`, the result of Validate or of
+  // the caller's check, is the vote of this rank.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
                  Waiter* waiter, Agreement* agreement);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,

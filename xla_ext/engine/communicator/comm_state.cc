@@ -1,5 +1,5 @@
-// Connects the members of CommState, sets the abort flag, and records shutdowns of
-// members. See comm_state.h.
+// Implements CommState and AbortState: builds the shared state, sets the abort flag,
+// and records shutdowns of members. See comm_state.h.
 #include "engine/communicator/comm_state.h"
 
 #include <algorithm>

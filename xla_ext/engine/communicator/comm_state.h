@@ -1,5 +1,5 @@
-// The options of a communicator, and the state that its parts share: its links, its
-// order of calls, and its abort.
+// The options of a communicator, and what the classes that compose it share: links, the
+// order of calls, and the abort.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ struct CommunicatorOptions {
   int id = 0;
   std::string name = "world";
   uint64_t job = 0;
-  uint32_t epoch = 0;  // number of the epoch of the job; not epoch_index()
+  uint32_t epoch = 0;  // index of the epoch in the job; not epoch_index()
   Topology topology;
   std::vector<int> world_ranks;     // world rank of each rank of this communicator
   double spin_seconds = 50e-6;      // longest spin before a waiting thread sleeps
@@ -43,7 +43,7 @@ struct CommunicatorOptions {
   CostModel cost;
 
   std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
-  int process_set = 0;                 // number of the process set, for the recorder
+  int process_set = 0;                 // id of the process set, for the recorder
   // Index of the CUDA device among the devices of this process. The recorder receives
   // an event for each call of device 0, but only the bytes of calls of the other
   // devices, because all devices make the same calls and one training step must not be
@@ -87,8 +87,8 @@ class AbortState {
   // Records that a member has shut down cleanly after `finished` calls.
   void OnPeerShutdown(int world_rank, uint64_t finished);
   // Fails if a member has shut down without finishing call `sequence`. The rank of the
-  // error is a rank of the communicator, not of the world. A call that this member has
-  // finished does not fail: it can still complete on the other ranks.
+  // error is a rank of the communicator, not of the world. If the member has finished
+  // the call, the call does not fail, because it can still complete on the other ranks.
   Status CheckShutdowns(uint64_t sequence) const;
 
  private:
@@ -101,10 +101,10 @@ class AbortState {
   std::map<int, uint64_t> shut_down_;  // finished calls by world rank
 };
 
-// The state that the parts of a communicator share. Only the thread that serves a call
-// uses `endpoints`; the other members are constant or thread-safe.
+// The data that the classes of one communicator share. Only the thread that runs a call
+// uses `endpoints`. The other members are constant or thread-safe.
 struct CommState {
-  // With a null `resilient`, the communicator is static.
+  // If `resilient` is null, the communicator is static: no other epoch follows.
   CommState(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
             std::unique_ptr<Doorbell> doorbell, std::unique_ptr<SharedSegment> segment,
             std::shared_ptr<ResilientComm> resilient);

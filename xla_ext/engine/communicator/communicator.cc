@@ -1,4 +1,4 @@
-// Delegates each function to a part. See communicator.h.
+// Implements Communicator by delegating to its members. See communicator.h.
 #include "engine/communicator/communicator.h"
 
 #include "engine/communicator/resilient_comm.h"
@@ -62,7 +62,7 @@ Status Communicator::Attempt(const Call& call, CallAttempt* attempt) {
 Status Communicator::RunInThisEpoch(const Call& call, const Status& local_check,
                                     bool negotiated) {
   CallAttempt attempt;
-  // No other thread begins calls here, so the number of this call is known in advance.
+  // No other thread begins calls here, so the index of this call is known in advance.
   attempt.sequence = state_.progress->begun() + 1;
   const auto run = [&] {
     return runner_.Run(call, &attempt, &local_check, negotiated);

@@ -1,5 +1,5 @@
-// A communicator: the ranks of one process set, the links between them, and one order
-// of calls.
+// Communicator: the ranks of one process set, the links between the ranks, and one
+// order of calls.
 //
 // A process may have any number of communicators. Each serves its calls one at a time,
 // in the order in which the callers took tickets, and runs each call on the thread that
@@ -18,7 +18,8 @@
 //              of the first abort.
 //
 // A communicator is an epoch of a ResilientComm (resilient_comm.h), and in a static job
-// its only epoch. xla_ext/README.md has a table of the parts of the class.
+// its only epoch. xla_ext/README.md has a table of the classes that compose a
+// communicator.
 #pragma once
 
 #include <atomic>
@@ -80,10 +81,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // receives the epoch in which the call completed.
   Status Run(const Call& call, uint32_t* epoch = nullptr);
 
-  // Run in two halves. TakeTicket fixes the position of the call in the order of calls.
-  // RunInTurn waits until the ticket is served, and runs the call. A ticket that is
-  // never used blocks all calls behind it until the communicator is aborted or its
-  // ResilientComm ends.
+  // Run, split into two functions. TakeTicket fixes the position of the call in the
+  // order of calls. RunInTurn waits until the ticket is served, and runs the call. A
+  // ticket that is never used blocks all calls behind it until the communicator is
+  // aborted or its ResilientComm ends.
   uint64_t TakeTicket();
   Status RunInTurn(uint64_t ticket, const Call& call, uint32_t* epoch = nullptr);
 
@@ -98,7 +99,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   };
   Status RunLastOfChain(uint64_t ticket, std::vector<ChainedCall>* chain);
 
-  // Runs the call in this epoch only. If the epoch ends under the call, blocks until
+  // Runs the call in this epoch only. If the epoch ends during the call, blocks until
   // the commit decision has arrived, and returns kUnavailable if the call is not
   // committed. The caller must then repeat the call, so it must have kept the inputs.
   // `local_check` is the caller's own check of the call; an error makes the call fail
@@ -109,16 +110,16 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status RunInThisEpoch(const Call& call, const Status& local_check = OkStatus(),
                         bool negotiated = false);
 
-  // Agrees about a call and moves no data, for a backend that moves the data itself
-  // (NCCL). `local_check` is the backend's own check of the call. If the call fails,
-  // `*refused` says whether every rank has refused it, so that no rank begins it. The
-  // caller must set `*refused` to false; it stays false if the ticket is not served.
+  // Runs only the agreement of a call, for a backend that moves the data itself (NCCL).
+  // `local_check` is the backend's own check of the call. If the call fails, `*refused`
+  // says whether every rank has refused it, so that no rank begins it. The caller must
+  // set `*refused` to false; it stays false if the ticket is not served.
   Status Compare(const Call& call, const Status& local_check, bool* refused);
 
   // Checks whether this rank can do its part of the call. Sends nothing.
   Status Validate(const Call& call) const { return runner_.Validate(call); }
 
-  // Adds to an error what every error text contains: Prefix() and the operation.
+  // Prepends to an error the start of every error message: Prefix() and the operation.
   Status WithContext(const Call& call, const Status& status) const {
     return failures_.WithContext(call, status);
   }
@@ -130,7 +131,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const std::shared_ptr<ResilientComm>& resilient() const { return state_.resilient; }
   // Position of this communicator among the epochs of its ResilientComm, from 1. It is
   // 0 until the communicator is installed, and always in a static job. In contrast,
-  // epoch() is the number of the job's epoch, which all communicators share.
+  // epoch() is the index of the job's epoch, which all communicators share.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
   // Called by the ResilientComm. Progress reports do not count calls before this one.
   void OnInstalled(uint64_t epoch_index);
@@ -140,9 +141,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Runs the call once in this epoch. The ResilientComm calls this function while its
   // ticket lock serves the call. If `attempt->globally_complete` is false on return,
-  // the epoch has ended under the call, and `*attempt` says how far the call got.
+  // the epoch has ended during the call, and `*attempt` says how far the call got.
   Status Attempt(const Call& call, CallAttempt* attempt);
-  // Completes a call that is committed although its epoch ended under the call. Reads
+  // Completes a call that is committed although its epoch ended during the call. Reads
   // results that are not in place yet from the shared segment. Waits for no peer.
   Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const {
     return completion_.CompleteCommitted(call, attempt);

@@ -1,4 +1,5 @@
-// The states of the checks whether all ranks hold equal parameters (ffi/check.cc).
+// ConsistencyChecks: counts of the checks that all ranks hold equal parameters, and
+// their results (ffi/check.cc).
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// Collects parts in groups, makes one call of each group, and continues the program of
-// each device on a thread. See device_rendezvous.h.
+// Implements DeviceRendezvous: collects the parts of all devices, runs them as one
+// call, and continues the program of each device on a thread. See device_rendezvous.h.
 #include "engine/communicator/device_rendezvous.h"
 
 #include <algorithm>
@@ -116,7 +116,8 @@ void CopyResults(const PartsByDevice& by_device,
     }
 }
 
-// Calls each `done` on a thread of its own, except the last, which runs on this thread.
+// Calls Part::done of each part on its own thread, except the last one, which this
+// thread calls.
 void NotifyDone(std::vector<Part> parts, const Status& status) {
   for (size_t i = 0; i + 1 < parts.size(); ++i)
     pool.Run([done = std::move(parts[i].done), status] { done(status); });

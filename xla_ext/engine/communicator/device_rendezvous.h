@@ -1,4 +1,4 @@
-// DeviceRendezvous: where the calls of all devices of a process become one call.
+// DeviceRendezvous: combines the calls of all devices of a process into one call.
 //
 // A program over several devices makes each call once for each device. For the other
 // ranks these calls are one call, with one agreement, one message and one outcome for
@@ -37,10 +37,10 @@ struct Part {
   std::shared_ptr<Communicator> communicator;
   Call call;  // `tensors` are the device's shards; all else is equal on all devices
   int64_t device = 0;            // one of `devices`
-  int64_t run = 0;               // number of the program's run, equal on all devices
+  int64_t run = 0;               // id of the program's run, equal on all devices
   std::vector<int64_t> devices;  // all devices, in the same order in each part
-  // shards[t * devices.size() + d] is the number, from 0, of the shard of tensor t that
-  // devices[d] holds. Devices with the same number hold equal data.
+  // shards[t * devices.size() + d] is the index of the shard of tensor t that
+  // devices[d] holds. Devices with the same index hold equal data.
   std::vector<int64_t> shards;
   // Called once. If the status is ok, the results are in place.
   std::function<void(const Status&)> done;

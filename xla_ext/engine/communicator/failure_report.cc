@@ -1,4 +1,5 @@
-// Finds the culprit and writes the error. See failure_report.h.
+// Implements FailureReport: finds the rank to blame and composes the error. See
+// failure_report.h.
 #include "engine/communicator/failure_report.h"
 
 #include <algorithm>
@@ -19,8 +20,8 @@ Status Sentence(const Status& blame) {
 }  // namespace
 
 // Waits until the peer that has ended its call, or the coordinator, reports the reason.
-// Such a peer is alive and can take part in the next epoch. An error of this rank that
-// blamed the peer would exclude (fence) it from the job.
+// Such a peer is alive and can take part in the next epoch. An error on this rank that
+// blamed the peer would exclude (fence) the peer from the job.
 void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::seconds(5)); }
 
 // Aborts the communicator and returns the error of the call. A broken link

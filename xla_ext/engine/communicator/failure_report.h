@@ -1,4 +1,5 @@
-// The failure of a communicator: its culprit, and the error that all ranks report.
+// FailureReport: finds the rank that caused a failure, and the error that all ranks
+// report.
 #pragma once
 
 #include <string>
@@ -30,7 +31,7 @@ class FailureReport {
 
   // Makes the recorder write its file, if `reason` names a culprit.
   void Dump(const Status& reason) const;
-  // Adds the start of every error text to an error: Prefix() and the operation.
+  // Prepends to an error the start of every error message: Prefix() and the operation.
   Status WithContext(const Call& call, const Status& status) const;
   // Returns "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string DescribeCall(const Call& call) const;
@@ -38,7 +39,7 @@ class FailureReport {
  private:
   // Returns the error of a call that fails for `reason`.
   Status ErrorOf(const Call& call, const Status& reason) const;
-  // Returns the culprit, as a world rank, and a predicate that says what it did.
+  // Returns the world rank to blame, and a predicate that says what this rank did.
   Status FindCulprit(const Call& call, const Status& cause) const;
   // Aborts and notifies the peers. Returns false, and does nothing, if another thread
   // has already aborted the communicator, because peers must receive only one culprit.

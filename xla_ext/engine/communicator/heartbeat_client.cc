@@ -1,4 +1,5 @@
-// Probes, late ranks and the teardown barrier. See heartbeat_client.h.
+// Implements HeartbeatClient: sends probes, finds late ranks, and waits at the teardown
+// barrier. See heartbeat_client.h.
 #include "engine/communicator/heartbeat_client.h"
 
 #include <algorithm>
@@ -64,10 +65,10 @@ std::vector<int> HeartbeatClient::Others() const {
   return others;
 }
 
-// For the communicators of the world, heartbeats carry the number of entered calls, and
-// a reply to a probe, which is newer, overrides that number. For other communicators
-// there are only replies. If no reply shows that a rank is late, the ranks that have
-// not replied count as late.
+// For the communicators of the world, heartbeats carry the count of entered calls, and
+// a reply to a probe, which is newer, overrides this count. Other communicators have
+// only the replies. If no reply shows that a rank is late, the ranks that have not
+// replied count as late.
 std::vector<int> HeartbeatClient::Late() const {
   std::vector<int> late, silent;
   const auto late_ranks = hooks().late_ranks;

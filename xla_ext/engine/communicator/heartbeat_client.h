@@ -1,5 +1,5 @@
-// The access of a communicator to the heartbeat, which has the state of all peers and
-// reaches them even if links are broken.
+// HeartbeatClient: gives a communicator access to the heartbeat, which knows the state
+// of all peers and reaches peers even if links are broken.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ class TeardownBarrier {
   // Announces to all peers that this rank is ready to tear down the communicator with
   // this id and epoch.
   virtual void AnnounceTeardown(int communicator, uint32_t epoch) = 0;
-  // Returns the members of `ranks`, world ranks, that are alive and have not announced
-  // that they are ready. Empty once the heartbeat has stopped.
+  // Returns those of the world ranks `ranks` that are alive and have not announced that
+  // they are ready. Returns none once the heartbeat has stopped.
   virtual std::vector<int> NotReady(int communicator, uint32_t epoch,
                                     const std::vector<int>& ranks) const = 0;
 };
@@ -39,7 +39,7 @@ class TeardownBarrier {
 struct HeartbeatHooks {
   // Notifies the peers. Called after this rank itself has aborted the communicator, on
   // the thread that aborted it: the thread of a call that failed, or a caller of
-  // AbortAndNotifyPeers. Communicator::Abort does not call it.
+  // AbortAndNotifyPeers. Communicator::Abort does not call `on_failure`.
   std::function<void(const Status&)> on_failure;
   // Returns the world ranks that have not reported that they entered call `sequence`.
   std::function<std::vector<int>(uint64_t sequence)> late_ranks;
@@ -48,8 +48,8 @@ struct HeartbeatHooks {
 };
 
 // Queries the heartbeat about the peers of one communicator, and notifies the peers
-// through it. Without a heartbeat, all functions do nothing. Thread-safe. `state` must
-// outlive the object.
+// through the heartbeat. Without a heartbeat, all functions do nothing. Thread-safe.
+// `state` must outlive the object.
 class HeartbeatClient {
  public:
   explicit HeartbeatClient(const CommState& state) : state_(state) {}
@@ -75,8 +75,8 @@ class HeartbeatClient {
   std::vector<int> Late() const;
   std::vector<int> Others() const;  // world ranks of all other members
 
-  // Waits at the TeardownBarrier for at most `seconds`, after an abort. Returns whether
-  // all live members are ready to tear down; true without a heartbeat.
+  // Waits at the TeardownBarrier for at most `seconds`, after an abort. Returns true if
+  // all live members are ready to tear down, or if there is no heartbeat.
   bool AwaitTeardown(double seconds) const;
 
  private:

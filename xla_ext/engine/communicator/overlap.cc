@@ -1,4 +1,5 @@
-// START, DONE and the engine thread between them. See overlap.h.
+// Implements Overlap: START, DONE and the engine thread that runs the calls. See
+// overlap.h.
 #include "engine/communicator/overlap.h"
 
 #include <algorithm>

@@ -29,8 +29,8 @@
 
 namespace ringjax {
 
-// A `site` is the number of a chain, followed in the low 16 bits by the number of a
-// bucket of that chain. A program may have several chains.
+// A `site` identifies a bucket: its low 16 bits are the index of the bucket in a chain,
+// and the other bits are the id of the chain. A program may have several chains.
 inline int64_t ChainOf(int64_t site) { return site >> 16; }
 inline int64_t BucketOf(int64_t site) { return site & 0xffff; }
 
@@ -52,10 +52,10 @@ class Overlap {
   // results.
   void Begin(int64_t site);
 
-  // Copies the tensors of `call`, an allreduce, and queues the call under the number
-  // `site`. `in_flight` is the largest number of bytes, with each tensor rounded up to
-  // kAlign, that the chain has between START and DONE. A bucket that does not fit gets
-  // memory of its own until its DONE. Aborts the communicator if `site` has had a START
+  // Copies the tensors of `call`, an allreduce, and queues the call under `site`.
+  // `in_flight` is the largest number of bytes, with each tensor rounded up to kAlign,
+  // that the chain has between START and DONE. A bucket that does not fit gets memory
+  // of its own until its DONE. Aborts the communicator if `site` has had a START
   // without a DONE.
   Status Start(const Call& call, int64_t site, uint64_t in_flight);
 
@@ -76,7 +76,7 @@ class Overlap {
     std::byte* block = nullptr;           // memory in the arena, or null
     std::unique_ptr<std::byte[]> beyond;  // memory if the arena had no room, or null
     // Buckets with equal units must complete in one epoch. If the ranks can change, the
-    // unit is the number of the chain. Otherwise each bucket has its own unit, which is
+    // unit is the id of the chain. Otherwise each bucket has its own unit, which is
     // negative.
     int64_t unit = 0;
     uint64_t ticket = 0;

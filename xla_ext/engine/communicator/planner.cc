@@ -1,4 +1,5 @@
-// Routes, plans and forced algorithms. See planner.h.
+// Implements Planner: chooses routes, caches plans, and finds forced algorithms. See
+// planner.h.
 #include "engine/communicator/planner.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// The planner: chooses the route of a request, and makes and caches its plan.
+// Planner: chooses the route of a request, and makes and caches the plan of the
+// request.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +23,8 @@ struct Planned {
 };
 
 // Chooses routes by engine/call/route.h and caches the plans of one communicator. Only
-// the thread that serves a call uses the object, except Forced, which any thread may
-// call while SetCostModel does not run. `state` must outlive the object.
+// the thread that runs a call uses the object, except Forced, which any thread may call
+// while SetCostModel does not run. `state` must outlive the object.
 class Planner {
  public:
   explicit Planner(const CommState& state) : state_(state) {}

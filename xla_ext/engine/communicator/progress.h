@@ -59,8 +59,8 @@ class Progress {
       return !active_.load(std::memory_order_seq_cst);
     });
   }
-  // Makes reports number the following calls from 1, because a communicator may serve
-  // calls before it is installed as an epoch, and reports leave those calls out.
+  // Makes reports count the following calls from 1, because a communicator may serve
+  // calls before it is installed as an epoch, and reports omit those calls.
   void Installed() { before_.store(begun_.load()); }
   uint64_t begun() const { return Since(begun_); }
   ProgressReport Read() const {

@@ -21,7 +21,7 @@ uint64_t Total(std::span<const int64_t> rows) {
   return std::accumulate(rows.begin(), rows.end(), uint64_t{0});
 }
 
-// Numbers of rows on this rank: of a tensor, and of its result.
+// The row counts of a tensor and of its result, on this rank.
 struct Rows {
   uint64_t in = 0, out = 0;
 };

@@ -2,8 +2,8 @@
 //
 // An allreduce has one request for all tensors of one element type, and a broadcast has
 // one request for the bytes of all tensors. In the other collectives each tensor has a
-// block for each rank, so each tensor is a request of its own. Requests are spans, so
-// nothing is copied.
+// block for each rank, so each tensor is a request of its own. Requests refer to the
+// tensors by spans, so no data are copied.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,7 @@ struct Request {
 // call was compiled for another number of ranks.
 Status CheckCall(const Call& call, int rank, int size);
 
-// Returns the requests of a call that CheckCall accepts. Tensors without bytes have
-// none.
+// Returns the requests of a call that CheckCall accepts. Empty tensors have no request.
 std::vector<Request> Split(const Call& call, int rank, int size);
 
 // Returns the part of call.rows that belongs to tensor `i`.

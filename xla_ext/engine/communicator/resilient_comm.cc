@@ -1,4 +1,5 @@
-// Runs calls over the epochs of a resilient communicator. See resilient_comm.h.
+// Implements ResilientComm: installs epochs, and runs a call again if its epoch ends.
+// See resilient_comm.h.
 #include "engine/communicator/resilient_comm.h"
 
 #include <algorithm>
@@ -166,8 +167,8 @@ ResilientComm::Snapshot ResilientComm::TakeSnapshot() {
 
 Status ResilientComm::RunInEpochs(Communicator& caller, const Call& call,
                                   uint64_t called_in, uint32_t* epoch) {
-  // Without repairs the caller is the only epoch, and its error is final. So the mutex
-  // and the reference that TakeSnapshot takes are spared.
+  // In a static job, `caller` is the only epoch, and its error is final. So this path
+  // needs neither the mutex nor the shared_ptr of TakeSnapshot.
   if (!repairs_) {
     CallAttempt attempt;
     if (epoch) *epoch = caller.epoch();

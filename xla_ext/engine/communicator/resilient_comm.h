@@ -4,10 +4,10 @@
 // An epoch is a Communicator. It ends when a member is lost, and the next epoch, with
 // other members, is installed for the same id. Callers do not notice this, because a
 // call runs in the current epoch even if its caller holds an earlier one. If the
-// current epoch ends under the call, the call *parks*: it keeps its position in the
+// current epoch ends during the call, the call *parks*: it keeps its position in the
 // order of calls and waits until the remaining ranks have installed the next epoch,
 // together with the commit decision about the ended epoch. Then the call returns its
-// results, runs again from its inputs, or fails. All ranks do the same.
+// results, runs again from its inputs, or fails: the same on all ranks.
 //
 // The steps are those of ULFM: revoke, agree, shrink (Bland et al., "Post-failure
 // recovery of MPI communication capability", IJHPCA 27(3), 2013). The Python code makes
@@ -50,13 +50,13 @@ struct CommitDecision {
 // lock, which could deadlock with the locks that the thread holds.
 class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
  public:
-  // `epoch_timeout`: seconds that a parked call waits for the next epoch; 0 means
-  // forever.
+  // A parked call waits `epoch_timeout` seconds for the next epoch; 0 means forever.
   explicit ResilientComm(double epoch_timeout)
       : repairs_(true), epoch_timeout_(epoch_timeout) {}
-  // Makes a ResilientComm with one epoch, the communicator that owns this object as
-  // CommState::own. It is not installed, but passes itself to Run. Its abort ends this
-  // object. No call parks, keeps its inputs or waits for a commit decision.
+  // Makes a ResilientComm whose only epoch is the communicator that owns it as
+  // CommState::own. This communicator is not installed, but passes itself to Run, and
+  // its abort ends the ResilientComm. No call parks, keeps its inputs or waits for a
+  // commit decision.
   struct OneEpoch {};
   explicit ResilientComm(OneEpoch) : repairs_(false), epoch_timeout_(0) {}
   // Whether another epoch may follow an epoch that has ended.
@@ -76,8 +76,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Declares that no epoch follows. Parked and later calls fail with `status`. Only the
   // first End has an effect. Returns whether this is the first.
   bool End(const Status& status);
-  // Cancels the failures that Install has scheduled for later calls. For a rank that
-  // already knows that training starts again on all ranks.
+  // Cancels the failures that Install has scheduled for later calls. Called on a rank
+  // that already knows that training restarts on all ranks.
   void Resume();
 
   // -- calls (from Communicator) -----------------------------------------------------
@@ -99,7 +99,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Implements Communicator::RunLastOfChain.
   Status RunLastOfChain(Communicator& caller, uint64_t ticket,
                         std::vector<Communicator::ChainedCall>* chain);
-  // Runs `body` between two calls; does nothing after the end.
+  // Runs `body` between two calls. Does nothing after End.
   void Between(const std::function<void()>& body);
 
   // -- for the eager lane, which has a protocol of its own ---------------------------

@@ -1,4 +1,4 @@
-// Exchanges the messages of a round, and waits for the next round. See rounds.h.
+// Implements Rounds: exchanges messages, and waits for the next round. See rounds.h.
 #include "engine/communicator/rounds.h"
 
 #include "engine/call/inline_data.h"
@@ -7,7 +7,7 @@
 namespace ringjax {
 namespace {
 
-// Returns a call whose name stands for a round in warnings and errors.
+// Returns a placeholder call that names a round in warnings and errors.
 const Call& Round() {
   static const Call& round = *[] {
     auto* call = new Call;
@@ -53,7 +53,7 @@ Status Rounds::RunPiggybacked(const Call& call,
   log_.EnterAgreed();
   if (Status valid = runner_.Validate(call); !valid.ok())
     return failures_.WithContext(call, valid);
-  // There is no request if the tensor is empty.
+  // If the tensor is empty, Split returns no request.
   for (const Request& r : Split(call, state_.rank(), state_.size())) {
     Values sorted;
     const int other =

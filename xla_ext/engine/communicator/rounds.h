@@ -37,8 +37,8 @@ class Rounds {
         planner_(*planner) {}
 
   // Sends `own` to every rank, and stores the messages of all ranks in `*all`, in rank
-  // order. A round counts as a call but has no commit decision: if the epoch ends under
-  // a round, one rank may have received its messages and another rank not.
+  // order. A round counts as a call but has no commit decision: if the epoch ends
+  // during a round, one rank may have received the messages and another rank not.
   Status Exchange(const std::string& own, std::vector<std::string>* all,
                   Piggyback* piggyback = nullptr);
 
@@ -50,7 +50,7 @@ class Rounds {
   bool CanPiggyback(Collective op) const {
     return final() && state_.endpoints.segment && planner_.Forced(op).empty();
   }
-  // Completes a call from the data that all ranks have piggybacked on the last round.
+  // Completes a call from the data that all ranks have sent with the last round.
   // values[r] is the whole input of rank r, and is empty in a broadcast unless r is the
   // root. The call must have one tensor and be an allreduce or reduce-scatter without
   // prescale, a broadcast, an allgather, or an alltoall with equal splits.

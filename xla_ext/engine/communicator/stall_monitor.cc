@@ -1,4 +1,5 @@
-// See stall_monitor.h; the error at the timeout is in failure_report.cc.
+// Implements StallMonitor (stall_monitor.h). FailureReport composes the error at the
+// timeout.
 #include "engine/communicator/stall_monitor.h"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// The stall monitor: probes and warnings of a call that has waited long for other
-// ranks.
+// StallMonitor: probes other ranks and prints warnings when a call has waited long for
+// them.
 #pragma once
 
 #include <vector>
@@ -15,8 +15,8 @@
 namespace ringjax {
 
 // Probes the late ranks, records what the call waits for, and prints warnings. Only the
-// thread that serves a call uses it. The arguments of the constructor must outlive the
-// object.
+// thread that runs a call uses the object. The arguments of the constructor must
+// outlive the object.
 class StallMonitor {
  public:
   StallMonitor(const CommState* state, const HeartbeatClient* heartbeat,

@@ -1,4 +1,5 @@
-// Texts of replies, and when to probe. See straggler_probe.h.
+// Formats the replies to straggler probes, and decides when to probe. See
+// straggler_probe.h.
 #include "engine/communicator/straggler_probe.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// Straggler probes: requests to late ranks for the positions of their programs.
+// Straggler probes: requests to late ranks to report where their programs are.
 //
-// A rank that has waited for long probes the late ranks and continues to wait. The
-// replies arrive a moment later and become part of the warning or the error. The
+// A rank that has waited for a long time probes the late ranks and continues to wait.
+// The replies arrive a moment later and become part of the warning or the error. The
 // heartbeat carries probes and replies, because its thread replies even if all other
 // threads of the rank are busy. StallPolicy decides when compiled programs and the
 // eager lane send probes.
@@ -18,13 +18,13 @@ namespace ringjax {
 // A probe of some ranks about one call, or about one operation of an eager lane.
 struct ProbeRequest {
   int communicator = 0;    // its id
-  uint64_t sequence = 0;   // number of the call or operation, equal on all ranks
+  uint64_t sequence = 0;   // id of the call or operation, equal on all ranks
   bool operation = false;  // whether the probe is about an operation
   std::vector<int> ranks;  // world ranks that are probed
   std::string what;        // "allreduce 'grads' (f32[8], SUM, seq 7)"
 };
 
-// The reply of one rank to a probe, as far as it has arrived.
+// The reply of one rank to a probe, if the reply has arrived (`answered`).
 struct ProbeReply {
   int rank = -1;     // its world rank
   std::string host;  // empty if unknown
