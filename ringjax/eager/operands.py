@@ -55,7 +55,7 @@ class Operand(NamedTuple):
 
 
 def to_operand(op: str, name: str | None, value: AnyArray) -> Operand:
-    """Converts an argument, which is an array of any framework or a number.
+    """Converts an array of any framework, or a number, to an `Operand`.
 
     Raises:
         TypeError: `value` is not an array, or the native core does not support its

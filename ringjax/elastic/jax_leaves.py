@@ -94,7 +94,7 @@ def array_of(data: Array, kind: str, detail: str | bool, like: object) -> jax.Ar
 
 
 def forget_programs() -> None:
-    """Makes JAX trace and compile every function again."""
+    """Clears JAX's caches, so that every function is traced and compiled again."""
     jax.clear_caches()
 
 

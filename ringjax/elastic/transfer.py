@@ -170,7 +170,7 @@ def _open_transfer(participants: Participants) -> Iterator[_Transfer]:
         yield _LaneTransfer(participants.source)
         return
     ranks = sorted({participants.source, *participants.receivers})
-    # Use separate links, because in the eager lane all ranks would have to call.
+    # Use separate links, because in the eager lane all ranks would have to take part.
     try:
         with runtime.private_communicator(ranks) as communicator:
             yield _LinkTransfer(communicator, ranks.index(participants.source))

@@ -385,7 +385,7 @@ class _MeshBuilder:
                     raise self._peer_lost(pair, error) from error
                 if time.monotonic() > self.deadline:
                     raise
-            # Read while sending is not possible, so that other ranks can send.
+            # While this rank cannot send, receive descriptors, so that others can send.
             receive_early(self.pairs)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:

@@ -343,7 +343,7 @@ class CoordinatorClient:
     # -- events of the connection, see ConnectionHandler -------------------------------
 
     def hello_message(self) -> JsonObject:
-        """Makes the hello message. On a reconnection it contains the newest epoch."""
+        """Makes the hello message, with the newest epoch if the worker reconnects."""
         rejoin = None
         if self._first is not None:
             epoch = self.epoch if self._newest else -1

@@ -47,7 +47,7 @@ class EpochState:
         self.unannounced: dict[int, CommitReport | None] = {}
         self.announced_at = -math.inf
         self._departed_reports: list[CommitReport] = []
-        # The time of each report that one member cannot reach another, by both members.
+        # When the first member of a pair has reported that it cannot reach the second.
         self._accusations: dict[tuple[int, int], float] = {}
         self._reasons: dict[int, str] = {}  # the first accusation, by accused member
 

@@ -260,7 +260,7 @@ class Epochs:
             self._outbox.dismiss(worker, "it leaves, as it was asked to")
         if epoch.alive or self._finished:
             return False
-        # A user who makes all ranks leave wants no newcomers in their place.
+        # End the job: a user who makes all ranks leave does not want newcomers instead.
         self._stop("every rank has left, as it was asked to")
         return True
 
@@ -343,7 +343,7 @@ class Epochs:
         self._newcomers.clear()
         return True
 
-    # -- a new epoch, or the end -------------------------------------------------------
+    # -- beginning an epoch, ending the job --------------------------------------------
 
     def _form_epoch(self, kind: str, joiners: Sequence[int]) -> None:
         """Begins the next epoch. Members keep their order, and `joiners` follow."""

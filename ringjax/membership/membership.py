@@ -329,7 +329,7 @@ class JobMembership(Epochs):
                 self._outbox.send(rank, refusal, last=True)
             self._newcomers.clear()
         if outcome is not None and self._config.stops_on_loss:
-            # The ranks may call `init` again.
+            # Collect ranks again, because the ranks may call `init` again.
             self.phase, self._assembly = "assembly", Assembly(self._config)
             self._missing_was_asked = False
 

@@ -145,8 +145,9 @@ def join_job(
             config.start_timeout,
             elastic_timeout=config.elastic_timeout if config.elastic else 0.0,
             failure_timeout=config.failure_timeout,
-            # Another program may occupy a computed port, so keep trying: rank 0 then
-            # uses the next port. An address of ringrun is right, so fail at once.
+            # Without ringrun, another program may occupy the computed port, so keep
+            # trying until rank 0 uses the next port. With an address from ringrun, fail
+            # at once.
             retry_unauthenticated=not config.rendezvous,
             hint="" if file is None else file.hint,
             tls=config.tls,

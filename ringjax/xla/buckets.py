@@ -25,8 +25,8 @@ Cuts = tuple[tuple[int, ...], ...]
 
 # The alignment of each leaf in the memory of a bucket, as in the native core.
 ALIGNMENT = 64
-# The least limit of bytes at which `refine` cuts a bucket: with smaller buckets, the
-# latency of the calls would cost more than overlap gains.
+# `refine` never limits a bucket to fewer bytes than this, because the latency of more
+# calls would cost more than overlap gains.
 MIN_CUT_BYTES = 1 << 18
 # The most tensors of one call. XLA's compile time grows with the square of the number
 # of tensors in a call, but is still short for a few hundred, as in most models.

@@ -55,7 +55,7 @@ class Shards(NamedTuple):
             rows = rows.reshape(len(count), -1)
         cut = "\n".join(" ".join(parts) for parts in self.parts)
         digest = hashlib.sha256(cut.encode()).hexdigest()
-        # Add no "counts" to calls without, because handlers refuse unknown attributes.
+        # Add "counts" only if `whole` has it: handlers refuse unknown attributes.
         rest = {"counts": np.repeat(rows, count, axis=0)} if "counts" in whole else {}
         return {
             **whole,

@@ -177,8 +177,8 @@ def _create_first_token_in_program() -> None:
         effects = options["ordered_effects"]
         before = _tokenless_program.jaxpr
         if EFFECT in effects and _is_ordered_by_xla(jaxpr, options):
-            # The caller keeps the list `effects`, and later calls the program without
-            # the tokens of removed effects.
+            # The caller reads this list later, and passes no token to the program for
+            # an effect that is not in the list.
             effects.remove(EFFECT)
             _tokenless_program.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
             _has_tokenless_programs.set()
