@@ -112,7 +112,9 @@ def connect(where: str | tuple[str, int], seconds: float) -> socket.socket:
     return sock
 
 
-def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
+def set_link_options(
+    sock: socket.socket, failure_timeout: float, interval: int
+) -> None:
     """Disables Nagle's algorithm on the socket of a link, and enables keepalive.
 
     A unix socket needs no options, because the kernel reports immediately when the peer
@@ -120,7 +122,7 @@ def set_link_options(sock: socket.socket, failure_timeout: float) -> None:
     """
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        enable_keepalive(sock, failure_timeout, interval=1)
+        enable_keepalive(sock, failure_timeout, interval)
 
 
 def enable_keepalive(sock: socket.socket, seconds: float, interval: int = 0) -> None:

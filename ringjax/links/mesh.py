@@ -40,6 +40,7 @@ from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
 from ringjax.links.pair import PairSetup, receive_early
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one attempt to connect to an address
+_KEEPALIVE = 60  # seconds between two probes on an idle data connection
 # Seconds after which a rank that refuses every connection counts as dead. Each rank
 # listens before it joins, so a refusal means that its process has probably ended.
 _REFUSED_TIMEOUT = 3.0
@@ -219,7 +220,7 @@ class _MeshBuilder:
                 limit = min(HANDSHAKE_TIMEOUT, left)
                 sent = replace(request, tls=TlsOffer.NONE if is_unix else tls_offer)
                 pair.keys[sock] = authenticate(sock, factory.secret, sent, limit).link
-                address.set_link_options(sock, factory.config.failure_timeout)
+                self._set_options(sock, purpose)
             except (OSError, AuthenticationError) as error:
                 if sock is not None:
                     sock.close()
@@ -369,11 +370,17 @@ class _MeshBuilder:
         sock = accepted.sock
         pair.keys[sock] = accepted.key
         try:
-            address.set_link_options(sock, self.factory.config.failure_timeout)
+            self._set_options(sock, purpose)
         except OSError as error:
             sock.close()
             raise self._peer_lost(pair, error) from error
         return sock
+
+    def _set_options(self, sock: socket.socket, purpose: Purpose) -> None:
+        # The heartbeats on the control connection find a silent peer. Probes on the
+        # data connections only keep them in the tables of firewalls.
+        interval = 1 if purpose is Purpose.CONTROL else _KEEPALIVE
+        address.set_link_options(sock, self.factory.config.failure_timeout, interval)
 
     def _send(self, pair: PairSetup, size: int, fds: list[int]) -> None:
         assert pair.control is not None

@@ -54,7 +54,7 @@ def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
     assert os.eventfd_read(meshes[low].doorbell) == 1
 
 
-def check_connected(one: int, two: int, text: bytes) -> None:
+def check_connected(one: int, two: int, text: bytes, idle: int = 60) -> None:
     """Two ends of one connection; it is ours to use, so nothing else is in it."""
     here, there = socket.socket(fileno=os.dup(one)), socket.socket(fileno=os.dup(two))
     with here, there:
@@ -65,6 +65,8 @@ def check_connected(one: int, two: int, text: bytes) -> None:
         if here.family != socket.AF_UNIX:
             assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+            assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 1, 0), (0, 0, 1, 1, 0)])
@@ -82,10 +84,10 @@ def test_each_pair_gets_the_right_link(
             assert (one[0], two[0]) == ("tcp", "tcp")
             assert len(one[2]) == len(two[2]) == 3
             for stream, (a, b) in enumerate(zip(one[2], two[2], strict=True)):
-                check_connected(a, b, b"%d %d %d" % (low, high, stream))
-            check_connected(
-                dict(meshes[low].control)[high], dict(meshes[high].control)[low], b"c"
-            )
+                text = b"%d %d %d" % (low, high, stream)
+                check_connected(a, b, text)
+            ends = dict(meshes[low].control)[high], dict(meshes[high].control)[low]
+            check_connected(*ends, b"c", idle=1)
     assert [sorted(dict(mesh.control)) for mesh in meshes] == [
         [r for r in range(ranks.size) if r != rank] for rank in range(ranks.size)
     ]
