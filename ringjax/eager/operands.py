@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringjax.eager import result_memory
 from ringjax.eager.dtypes import NUMBERS
 from ringjax.eager.lane import TensorRef, title
 
@@ -44,7 +45,7 @@ class Operand(NamedTuple):
 
     def new_array(self, shape: tuple[int, ...]) -> Array:
         """Allocates memory for a result of this shape."""
-        return np.empty(shape, self.array.dtype)
+        return result_memory.empty(shape, self.array.dtype)
 
     def from_core_memory(self, memory: Any, rows: int) -> object:
         """Returns `rows` rows that the native core has stored, as the caller's type."""

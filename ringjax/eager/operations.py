@@ -14,7 +14,7 @@ from typing import Unpack
 import numpy as np
 
 from ringjax import _native, errors, runtime
-from ringjax.eager import lane
+from ringjax.eager import lane, result_memory
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
 
@@ -71,7 +71,7 @@ def run_if_plain(
         shape = tensor.shape
         if op == "reducescatter" and shape:
             shape = lane.scattered_shape(op, name, (0, 0, shape), process_set)
-        out = np.empty(shape, tensor.dtype)
+        out = result_memory.empty(shape, tensor.dtype)
     try:
         submitted = native.run_plain(
             lane.COLLECTIVES[op],

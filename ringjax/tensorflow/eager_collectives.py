@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from ringjax.eager import dtypes, lane
+from ringjax.eager import dtypes, lane, result_memory
 from ringjax.errors import RingjaxError
 from ringjax.tensorflow import tf_private
 from ringjax.tensorflow.c_api import CORE_DTYPES
@@ -115,7 +115,7 @@ def address_of(array: Array) -> int:
 def _empty_aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
     """Returns an uninitialised array whose memory TensorFlow can use without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    block = np.empty(size + _ALIGNMENT, np.uint8)
+    block = result_memory.empty((size + _ALIGNMENT,), np.dtype(np.uint8))
     start = -address_of(block) % _ALIGNMENT
     array: Array = block[start : start + size].view(dtype).reshape(shape)
     return array

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ringjax import _native
@@ -18,7 +17,12 @@ from ringjax.eager.handle import Handle
 from ringjax.ops import Average, Sum
 from ringjax.torch.autograd import Backward, Forward, apply_function, needs_graph
 from ringjax.torch.compression import Compression, Compressor
-from ringjax.torch.tensors import prepare, rows_from_memory, wait_on_stream
+from ringjax.torch.tensors import (
+    new_result,
+    prepare,
+    rows_from_memory,
+    wait_on_stream,
+)
 from ringjax.world.process_set import ProcessSet
 
 
@@ -81,9 +85,10 @@ def _new_output(
     ref: lane.TensorRef,
     process_set: ProcessSet,
 ) -> Tensor:
+    shape: Sequence[int] = tensor.shape
     if op == "reducescatter":
-        return tensor.new_empty(lane.scattered_shape(op, name, ref, process_set))
-    return torch.empty_like(tensor)
+        shape = lane.scattered_shape(op, name, ref, process_set)
+    return new_result(tensor, shape)
 
 
 def run(

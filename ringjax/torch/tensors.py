@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ringjax import _native, errors
-from ringjax.eager import dtypes, lane
+from ringjax.eager import dtypes, lane, result_memory
 
 # The lane's dtype codes. Old versions of PyTorch lack some dtypes.
 _NUMBERS = {
@@ -79,6 +80,15 @@ def _unsupported(op: str, name: str | None, tensor: Tensor) -> str:
         f"{tensor.layout}, device {tensor.device}, shape {shape}); expected a dense "
         f"tensor on a CPU or CUDA device, of dtype {', '.join(dtypes.NUMBERS)}"
     )
+
+
+def new_result(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a contiguous tensor with arbitrary contents, for a result."""
+    size = math.prod(shape) * like.element_size()
+    if like.is_cuda or size < result_memory.LEAST:
+        return like.new_empty(shape)
+    block = result_memory.empty((size,), np.dtype(np.uint8))
+    return torch.from_numpy(block).view(like.dtype).view(shape)
 
 
 def rows_from_memory(memory: object, rows: int, like: Tensor) -> Tensor:
