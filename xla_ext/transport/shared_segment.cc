@@ -52,16 +52,21 @@ bool IsTileSize(size_t tile_bytes) {
   return tile_bytes > 0 && tile_bytes <= kMaxTile && tile_bytes % kPage == 0;
 }
 
+size_t SharedSegment::BytesOfWords(int size) {
+  return RoundUp(sizeof(Sums) + static_cast<size_t>(size) * sizeof(Words), kPage);
+}
+
 size_t SharedSegmentBytes(int size, size_t tile_bytes) {
   const auto ranks = static_cast<size_t>(size);
-  return RoundUp(RoundUp(ranks * sizeof(SharedSegment::Words), kPage) +
-                     BytesOfInlineSlots(size) + (ranks + 1) * AreaStride(tile_bytes),
+  return RoundUp(SharedSegment::BytesOfWords(size) + BytesOfInlineSlots(size) +
+                     (ranks + 1) * AreaStride(tile_bytes),
                  kPage);
 }
 
 SharedSegment::SharedSegment(std::byte* block, int rank, int size, size_t tile_bytes)
-    : words_(reinterpret_cast<Words*>(block)),
-      inline_slots_(block + RoundUp(static_cast<size_t>(size) * sizeof(Words), kPage)),
+    : sums_(reinterpret_cast<Sums*>(block)),
+      words_(reinterpret_cast<Words*>(block + sizeof(Sums))),
+      inline_slots_(block + BytesOfWords(size)),
       areas_(inline_slots_ + BytesOfInlineSlots(size)),
       rank_(rank),
       size_(size),
@@ -82,14 +87,21 @@ std::byte* SharedSegment::Area(int rank) const {
 }
 
 void SharedSegment::Publish(Counter counter, uint64_t value) {
+  const uint64_t step = value - own_[counter];
   own_[counter] = value;
   StoreShared(words_[rank_].counters[counter], value);
-  // Store and load are seq_cst and pair with Arm: either the load of `asleep` sees that
-  // the peer sleeps, or the peer's Arm sees the counter.
+  const std::atomic_ref<uint64_t> sum(sums_->counters[counter]);
+  const uint64_t now = sum.fetch_add(step, std::memory_order_seq_cst) + step;
+  // The additions and the loads are seq_cst and pair with Arm: either the load of
+  // `asleep` sees that the peer sleeps, or the peer's Arm sees the counter or the sum.
   for (int r = 0; r < size_; ++r) {
-    if (r == rank_ || LoadShared(words_[r].asleep) == 0) continue;
-    const std::atomic_ref<uint32_t> asleep(words_[r].asleep);
-    if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer(r);
+    Words& words = words_[r];
+    const uint32_t asleep = r == rank_ ? kAwake : LoadShared(words.asleep);
+    if (asleep == kAwake) continue;
+    if (asleep != kAny && (asleep != kAll + counter || now < LoadShared(words.sum)))
+      continue;
+    const std::atomic_ref<uint32_t> word(words.asleep);
+    if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake) RingPeer(r);
   }
 }
 
@@ -120,7 +132,7 @@ int SharedSegment::Stopped() const {
 }
 
 bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
-  StoreShared(words_[rank_].asleep, uint32_t{1});
+  StoreShared(words_[rank_].asleep, uint32_t{kAny});
   bool advanced = false;
   auto see = [&advanced](auto& word, auto& seen) {
     const auto now = LoadShared(word);
@@ -136,10 +148,29 @@ bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
   return advanced;
 }
 
-void SharedSegment::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{0}); }
+void SharedSegment::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{kAwake}); }
+
+Waitable* SharedSegment::AllAt(Counter counter, uint64_t value) {
+  awaited_ = counter;
+  sum_seen_ = 0;
+  StoreShared(words_[rank_].sum, static_cast<uint64_t>(size_) * value);
+  return &arrivals_;
+}
+
+bool SharedSegment::ArmForAll() {
+  const uint64_t wanted = words_[rank_].sum;
+  StoreShared(words_[rank_].asleep, uint32_t{kAll} + awaited_);
+  const uint64_t sum = LoadShared(sums_->counters[awaited_]);
+  const uint32_t closed = LoadShared(sums_->closed);
+  const bool changed = sum != sum_seen_, fewer = closed != closed_seen_;
+  sum_seen_ = sum;
+  closed_seen_ = closed;
+  return (changed && sum >= wanted) || fewer;
+}
 
 void SharedSegment::Close() {
   StoreShared(words_[rank_].closed, uint32_t{1});
+  std::atomic_ref<uint32_t>(sums_->closed).fetch_add(1, std::memory_order_seq_cst);
   for (int r = 0; r < size_; ++r)
     if (r != rank_) RingPeer(r);
 }

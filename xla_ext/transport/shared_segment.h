@@ -77,6 +77,10 @@ class SharedSegment : public Waitable {
   // Arm.
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
+  // Wakes this rank only when the counters of all ranks together have advanced to
+  // size() * `value`, or a peer closes. If a rank waits for all ranks, this takes one
+  // wake-up, and not one for each rank that arrives.
+  Waitable* AllAt(Counter counter, uint64_t value);
 
  protected:
   // `block` holds zeros at first, and must stay valid until after Close.
@@ -89,12 +93,33 @@ class SharedSegment : public Waitable {
   // `asleep` when it wakes the rank.
   struct Words {
     alignas(kLineBytes) uint64_t counters[kCounters];
+    // kAwake, kAny, or kAll + the counter whose sum over all ranks must reach `sum`.
     alignas(kLineBytes) uint32_t asleep;
     uint32_t closed, stopped;
+    uint64_t sum;
+  };
+  enum Asleep : uint32_t { kAwake, kAny, kAll };
+  // What all ranks add to.
+  struct Sums {
+    alignas(kLineBytes) uint64_t counters[kCounters];  // sums of the ranks' counters
+    uint32_t closed;                                   // how many ranks have closed
+  };
+  class Arrivals final : public Waitable {
+   public:
+    explicit Arrivals(SharedSegment* segment) : segment_(segment) {}
+    bool Arm(bool, bool, std::vector<pollfd>*) override {
+      return segment_->ArmForAll();
+    }
+    void Disarm() override { segment_->Disarm(); }
+
+   private:
+    SharedSegment* segment_;
   };
 
   virtual void RingPeer(int rank) = 0;
+  bool ArmForAll();
 
+  Sums* sums_;
   Words* words_;
   std::byte* inline_slots_;
   std::byte* areas_;
@@ -106,6 +131,14 @@ class SharedSegment : public Waitable {
   uint64_t cursor_ = 0;
   AdaptiveCopier copier_;
   std::vector<Words> seen_;  // the words of each rank when Arm looked last
+  Arrivals arrivals_{this};
+  Counter awaited_ = kAgreed;  // by AllAt
+  // The values when ArmForAll looked last. A value that has not changed since then does
+  // not keep this rank awake: a peer may have added too much.
+  uint64_t sum_seen_ = 0;
+  uint32_t closed_seen_ = 0;
+
+  static size_t BytesOfWords(int size);  // of the sums, and the words of all ranks
 
   friend size_t SharedSegmentBytes(int size, size_t tile_bytes);
 };

@@ -104,10 +104,11 @@ class Exchange {
 // this rank.
 Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
              const Endpoints& endpoints, Waiter* waiter) {
+  Waitable* const wakes = endpoints.segment->AllAt(counter, turn);
   for (int peer = 0; peer < endpoints.segment->size(); ++peer)
     if (peer != endpoints.segment->rank())
-      RJ_TRY(AwaitCounter(counter, peer, turn, least, turn + 1, endpoints, waiter,
-                          kNotCalled));
+      RJ_TRY(AwaitCounter(counter, peer, turn, least, turn + 1, wakes, endpoints,
+                          waiter, kNotCalled));
   return OkStatus();
 }
 

@@ -54,17 +54,18 @@ Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peer
 
 // Waits until the counter of a peer in the shared segment has reached `value`. Fails
 // with kUnavailable if the counter is below `least` or above `most`, which means that
-// the segment is damaged. `what` is a predicate for the error about a late peer: "has
-// not ...".
+// the segment is damaged. `wakes` wakes this rank when the counter may have advanced.
+// `what` is a predicate for the error about a late peer: "has not ...".
 inline Status AwaitCounter(SharedSegment::Counter counter, int peer, uint64_t value,
-                           uint64_t least, uint64_t most, const Endpoints& endpoints,
-                           Waiter* waiter, const char* what) {
-  SharedSegment& segment = *endpoints.segment;
+                           uint64_t least, uint64_t most, Waitable* wakes,
+                           const Endpoints& endpoints, Waiter* waiter,
+                           const char* what) {
+  const SharedSegment& segment = *endpoints.segment;
   for (uint64_t known = least;;) {
     RJ_TRY(segment.Poll(counter, peer, value, most, &known));
     if (known >= value) break;
     RJ_TRY(waiter->Idle(
-        [&segment] { return std::vector<Waiter::Interest>{{&segment, true, false}}; }));
+        [wakes] { return std::vector<Waiter::Interest>{{wakes, true, false}}; }));
     RJ_TRY(CheckStall(endpoints, *waiter, [peer] { return std::vector{peer}; }, what));
   }
   waiter->Progressed();
