@@ -233,6 +233,8 @@ class Assembly:
 
     def _start(self, late: bool) -> StartJob | FailJob | None:
         config = self._config
+        if len(self._new) < config.np and not late and not self._excluded:
+            return None  # fast, because each of P ranks sends a hello
         present = config.complete_groups(self._new)
         count = len(present)
         if count >= config.np or (late and count >= config.min_np):

@@ -335,7 +335,7 @@ class Coordinator(JobServer):
         if event[0] == "members" and event[1] == epoch.number:
             self._exchanges = Exchanges(len(epoch.order))
         elif event[0] in ("gone", "dismissed") and event[1] in epoch.order:
-            rank = epoch.order.index(event[1])
+            rank = epoch.rank_of[event[1]]
             if rank in epoch.lost:
                 self._reply(self._exchanges.remove_rank(rank, epoch.lost[rank]))
 

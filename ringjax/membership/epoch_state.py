@@ -16,6 +16,7 @@ class EpochState:
     Attributes:
         number: the index of the epoch, -1 before the first epoch.
         order: the workers of the epoch by rank, including workers that have left since.
+        rank_of: the rank of each of these workers.
         joiners: the workers that were not members before.
         alive: the workers that are members now.
         lost: ranks that have left or are lost, with the reasons.
@@ -36,6 +37,7 @@ class EpochState:
         joiners: Iterable[int] = (),
     ) -> None:
         self.number, self.order = number, list(order)
+        self.rank_of = {worker: rank for rank, worker in enumerate(self.order)}
         self.joiners = frozenset(joiners)
         self.alive = set(order)
         self.lost: dict[int, str] = {}
@@ -48,6 +50,7 @@ class EpochState:
         self.announced_at = -math.inf
         self._departed_reports: list[CommitReport] = []
         # When the first member of a pair has reported that it cannot reach the second.
+        # The entries are in the order of these times.
         self._accusations: dict[tuple[int, int], float] = {}
         self._reasons: dict[int, str] = {}  # the first accusation, by accused member
 
@@ -57,7 +60,7 @@ class EpochState:
         If the member has not reported before, `last` may be its last report.
         """
         self.alive.discard(worker)
-        self.lost[self.order.index(worker)] = why
+        self.lost[self.rank_of[worker]] = why
         self.leavers.discard(worker)
         self.pauses.pop(worker, None)
         report = self.reports.pop(worker, None) or last
@@ -72,7 +75,7 @@ class EpochState:
     def accuse(self, accuser: int, accused: int, text: str, now: float) -> None:
         """Records that one member cannot reach another."""
         self._accusations.setdefault((accuser, accused), now)
-        rank = self.order.index(accuser)
+        rank = self.rank_of[accuser]
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
 
     def announce_at(self, interval: float) -> float | None:
@@ -85,14 +88,14 @@ class EpochState:
         """Returns when `silent` or `arbitrate` may name a member, or None if never."""
         if not self._accusations:
             return None
-        if not self.unreported():
-            return min(self._accusations.values()) + arbitration_delay
+        if self.all_reported():
+            return next(iter(self._accusations.values())) + arbitration_delay
         limits = (
             since + report_timeout
             for (_, accused), since in self._accusations.items()
             if accused not in self.reports
         )
-        return min(limits, default=None)
+        return next(limits, None)
 
     def silent(self, now: float, report_timeout: float) -> dict[int, str]:
         """Returns the unreachable members that did not report in time, with reasons."""
@@ -108,6 +111,11 @@ class EpochState:
         message = {"type": "revoke", "epoch": self.number, "lost": lost}
         return message | {"restart": self.restart}
 
+    def all_reported(self) -> bool:
+        """Returns whether every member has sent a report."""
+        # The lengths decide in most cases, so that P reports take no P * P steps.
+        return len(self.reports) >= len(self.alive) and not self.unreported()
+
     def unreported(self) -> list[int]:
         """Returns the members that have not sent a report yet."""
         return [w for w in self.order if w in self.alive and w not in self.reports]
@@ -120,11 +128,10 @@ class EpochState:
         """
         if not self._accusations:
             return {}
-        if now < min(self._accusations.values()) + delay:
+        if now < next(iter(self._accusations.values())) + delay:
             return None
-        rank_of = {worker: rank for rank, worker in enumerate(self.order)}
-        pairs = ((rank_of[a], rank_of[b]) for a, b in self._accusations)
-        joined = {rank_of[worker] for worker in self.joiners}
+        pairs = ((self.rank_of[a], self.rank_of[b]) for a, b in self._accusations)
+        joined = {self.rank_of[worker] for worker in self.joiners}
         rank = commit_decision.rank_to_give_up(pairs, joined)
         assert rank is not None
         worker = self.order[rank]
@@ -143,7 +150,7 @@ class EpochState:
         survivors = self.survivors()
         source = self.pauses if kind == "resize" else self.reports
         reports = [source[worker] for worker in survivors]
-        ranks = {self.order.index(worker): new for new, worker in enumerate(survivors)}
+        ranks = {self.rank_of[worker]: new for new, worker in enumerate(survivors)}
         sets, next_set = commit_decision.all_sets(reports, ranks)
         decisions: CommitDecisions = {}
         if kind != "resize":

@@ -104,7 +104,7 @@ class Epochs:
     def rank_of(self, worker: int) -> int:
         """Returns the rank of a worker, or -1 if the worker is no member."""
         epoch = self.epoch
-        return epoch.order.index(worker) if worker in epoch.alive else -1
+        return epoch.rank_of[worker] if worker in epoch.alive else -1
 
     # -- losses ------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Epochs:
         """Adds to `workers` all other members of their groups, with the reasons."""
         found, epoch = dict(workers), self.epoch
         for worker, why in workers.items():
-            rank = epoch.order.index(worker)
+            rank = epoch.rank_of[worker]
             for mate in epoch.alive.intersection(self._config.group_of(worker)):
                 text = f"{WITH_GROUP}, which lost rank {rank} ({why})"
                 found.setdefault(mate, text)
@@ -168,7 +168,7 @@ class Epochs:
     def _conclude(self, now: float) -> None:
         """Begins the next epoch if all members have reported and reach each other."""
         epoch, config = self.epoch, self._config
-        if self.phase != "revoked" or epoch.unreported():
+        if self.phase != "revoked" or not epoch.all_reported():
             return
         given_up = epoch.arbitrate(now, config.arbitration_delay)
         if given_up is None:
@@ -306,7 +306,7 @@ class Epochs:
         """Removes a member without ending the epoch."""
         epoch = self.epoch
         epoch.remove(worker, why, last)
-        epoch.unannounced[epoch.order.index(worker)] = last
+        epoch.unannounced[epoch.rank_of[worker]] = last
         self._members.pop(worker, None)
         self._outbox.publish("gone", worker, why)
         self._announce_departures(now)
@@ -358,7 +358,7 @@ class Epochs:
             "term": self._term,
             "kind": kind,
             "group": self._config.group,
-            "previous": [*(old.order.index(w) for w in stay), *(-1 for _ in joiners)],
+            "previous": [*(old.rank_of[w] for w in stay), *(-1 for _ in joiners)],
             "lost": {str(rank): why for rank, why in old.lost.items()},
             **old.outcome(kind),
         }
@@ -396,7 +396,7 @@ class Epochs:
             self._outbox.send(mate, welcome | {"rank": rank})
 
     def _publish_members(self, kind: str) -> None:
-        ranks = {worker: rank for rank, worker in enumerate(self.epoch.order)}
+        ranks = dict(self.epoch.rank_of)
         self._outbox.publish("members", self.epoch.number, kind, ranks)
 
     def _stop(self, text: str) -> None:

@@ -69,7 +69,7 @@ class JobMembership(Epochs):
         limits.append(self.epoch.announce_at(self._config.departure_interval))
         if self.phase == "assembly":
             limits.append(self._assembly.deadline)
-        elif self.phase != "revoked" or self.epoch.unreported():
+        elif self.phase != "revoked" or not self.epoch.all_reported():
             limits.append(self._deadline)
         if self.phase == "revoked":
             config = self._config

@@ -99,7 +99,7 @@ class SharedSegment : public Waitable {
     uint64_t sum;
   };
   enum Asleep : uint32_t { kAwake, kAny, kAll };
-  // What all ranks add to.
+  // Sums over all ranks, which all ranks add to.
   struct Sums {
     alignas(kLineBytes) uint64_t counters[kCounters];  // sums of the ranks' counters
     uint32_t closed;                                   // how many ranks have closed
@@ -132,13 +132,14 @@ class SharedSegment : public Waitable {
   AdaptiveCopier copier_;
   std::vector<Words> seen_;  // the words of each rank when Arm looked last
   Arrivals arrivals_{this};
-  Counter awaited_ = kAgreed;  // by AllAt
+  Counter awaited_ = kAgreed;  // the counter of the last AllAt
   // The values when ArmForAll looked last. A value that has not changed since then does
   // not keep this rank awake: a peer may have added too much.
   uint64_t sum_seen_ = 0;
   uint32_t closed_seen_ = 0;
 
-  static size_t BytesOfWords(int size);  // of the sums, and the words of all ranks
+  // The bytes of the sums and of the words of all ranks.
+  static size_t BytesOfWords(int size);
 
   friend size_t SharedSegmentBytes(int size, size_t tile_bytes);
 };

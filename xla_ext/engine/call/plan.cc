@@ -48,7 +48,7 @@ class LatestAccesses {
     SplitAt(end);
     while (it != ranges_.end() && it->first < end) {
       const auto& [range_end, writer, readers] = it->second;
-      bool read = false;  // by another step, which waits for the writer
+      bool read = false;  // whether another step reads it, which waits for the writer
       for (int reader : readers)
         if (reader != step) {
           after->push_back({reader, false});
@@ -66,7 +66,7 @@ class LatestAccesses {
     int writer;                // -1 if no step has written the range
     std::vector<int> readers;  // the steps that have read it since
   };
-  using Ranges = std::map<uint64_t, Range>;  // by the first element
+  using Ranges = std::map<uint64_t, Range>;  // the key is the first element
 
   // Divides the range that `at` lies inside. Returns the first range from `at` on.
   Ranges::iterator SplitAt(uint64_t at) {
