@@ -161,24 +161,24 @@ class Heartbeat:
     def __init__(
         self,
         rank: int,
+        hosts: Sequence[str],
         peers: Sequence[tuple[int, int]],
         *,
         interval: float,
         timeout: float,
         notify: int = -1,
         inquire: int = -1,
-        hosts: Sequence[str] = (),
         keys: list[bytes] = ...,
     ) -> None:
-        """Takes ownership of the sockets in `peers`: (rank, socket).
+        """Takes ownership of the sockets in `peers`: (neighbour, socket).
 
+        `hosts` are the names of the hosts of all ranks, for texts.
         `keys` has a key for each socket; an empty key means no encryption. `notify` is
         an eventfd, which the heartbeat duplicates and writes to whenever lost() or
         left() grows. With `notify` the job is elastic: if a communicator reports a rank
         as lost, the heartbeat counts the rank as lost, too. `inquire` is an eventfd, to
         which the heartbeat writes when a peer requests the place of the program; the
-        reader calls asked() and answer() within half a second. `hosts` are the names of
-        the hosts by rank, for texts.
+        reader calls asked() and answer() within half a second.
         """
     def watch(self, communicator: Communicator) -> None: ...
     def forget(self, communicator: Communicator) -> None: ...
@@ -186,7 +186,7 @@ class Heartbeat:
     def leave(self) -> None: ...
     def lost(self) -> list[tuple[int, str]]: ...
     def left(self) -> list[int]:
-        """Returns the ranks that have announced their regular end."""
+        """Returns the neighbours that have announced their regular end."""
     def asked(self) -> tuple[int, list[str]]:
         """Returns the straggler probes of peers that wait for answer().
 

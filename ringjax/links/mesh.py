@@ -35,7 +35,7 @@ from ringjax.control.open_files import is_shortage
 from ringjax.control.tls import TlsOffer, offer_for
 from ringjax.control.unix_peer import peer_pid, peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
-from ringjax.links import shared_memory, sizes
+from ringjax.links import shared_memory, sizes, standing
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
 from ringjax.links.pair import PairSetup, receive_early
 
@@ -90,7 +90,8 @@ class MeshFactory:
             comm: the id of the communicator, equal on all ranks.
             ranks: the world ranks of the communicator, in order, including this rank.
             what: the name of the communicator in errors.
-            control: whether the result contains a control connection to each peer.
+            control: whether the result contains control connections, to the neighbours
+                of this rank in the standing graph (standing.py).
 
         Raises:
             Unreachable: a peer could not be reached within the start timeout.
@@ -98,7 +99,7 @@ class MeshFactory:
             OutOfDescriptors: the limit of open files is too low.
         """
         try:
-            builder = _MeshBuilder(self, comm, ranks, what)
+            builder = _MeshBuilder(self, comm, ranks, what, control)
             try:
                 builder.connect_to_lower()
                 failpoints.passing("mesh.called")
@@ -107,7 +108,7 @@ class MeshFactory:
                 builder.receive_doorbells()
                 builder.share_segment()
                 failpoints.passing("mesh.shared")
-                return builder.take_descriptors(control)
+                return builder.take_descriptors()
             finally:
                 builder.close()
         except OSError as error:
@@ -126,9 +127,17 @@ class _MeshBuilder:
     """
 
     def __init__(
-        self, factory: MeshFactory, comm: int, ranks: Sequence[int], what: str
+        self,
+        factory: MeshFactory,
+        comm: int,
+        ranks: Sequence[int],
+        what: str,
+        control: bool,
     ) -> None:
         self.factory, self.comm, self.ranks, self.what = factory, comm, ranks, what
+        hosts = [factory.hosts[rank] for rank in ranks]
+        neighbours = standing.neighbours(list(ranks).index(factory.rank), hosts)
+        self.watched = {ranks[i] for i in neighbours} if control else set()
         self.deadline = time.monotonic() + factory.config.start_timeout
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
         open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
@@ -158,7 +167,7 @@ class _MeshBuilder:
         factory, own = self.factory, self.factory.rank
         local = factory.hosts[rank] == factory.hosts[own]
         both = all(factory.members[r].hello.get("shm") for r in (rank, own))
-        return PairSetup(rank, local=local, shm=both)
+        return PairSetup(rank, local=local, shm=both, watched=rank in self.watched)
 
     # Phase 1: connect to every lower rank, and try again until all have replied.
 
@@ -190,7 +199,7 @@ class _MeshBuilder:
                 time.sleep(0.02)
 
     def _connect_pair(self, pair: PairSetup) -> None:
-        if pair.control is None:
+        if pair.needs_control and pair.control is None:
             pair.control = self._connect(pair, Purpose.CONTROL, 0)
         while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
@@ -253,7 +262,8 @@ class _MeshBuilder:
 
     def send_memory(self) -> None:
         for pair in self.higher:
-            pair.control = self._accept(pair, Purpose.CONTROL, 0)
+            if pair.needs_control:
+                pair.control = self._accept(pair, Purpose.CONTROL, 0)
         shared = [pair for pair in self.higher if pair.shared]
         try:
             free = shared_memory.available()
@@ -361,10 +371,7 @@ class _MeshBuilder:
                 lambda: {
                     other.rank: "it did not call"
                     for other in self.higher
-                    if other is pair
-                    or not (
-                        other.control or listener.has(key._replace(caller=other.rank))
-                    )
+                    if other is pair or not self._has_called(other)
                 }
             )
         sock = accepted.sock
@@ -375,6 +382,13 @@ class _MeshBuilder:
             sock.close()
             raise self._peer_lost(pair, error) from error
         return sock
+
+    def _has_called(self, pair: PairSetup) -> bool:
+        """Returns whether a higher rank has opened any connection of this mesh."""
+        purpose = Purpose.CONTROL if pair.needs_control else Purpose.DATA
+        key = ConnectionKey(self.factory.epoch, self.comm, purpose, 0, pair.rank)
+        connected = pair.control is not None or bool(pair.data)
+        return connected or self.factory.listener.has(key)
 
     def _set_options(self, sock: socket.socket, purpose: Purpose) -> None:
         # The heartbeats on the control connection find a silent peer. Probes on the
@@ -437,7 +451,7 @@ class _MeshBuilder:
             list(missing),
         )
 
-    def take_descriptors(self, control: bool) -> LinkDescriptors:
+    def take_descriptors(self) -> LinkDescriptors:
         """Returns all descriptors. From then on, the caller must close them."""
         mesh, index = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
         for pair in self.pairs:
@@ -456,7 +470,7 @@ class _MeshBuilder:
                 mesh.links.append(
                     ("tcp", peer, sockets, *([keys] if any(keys) else []))
                 )
-            if control and pair.control is not None:
+            if pair.watched and pair.control is not None:
                 mesh.control_keys.append(pair.keys[pair.control])
                 mesh.control.append((pair.rank, pair.control.detach()))
         if self.segment >= 0:

@@ -19,15 +19,19 @@ class PairSetup:
         rank: the world rank of the peer.
         local: whether both ranks are on one host.
         shm: whether both ranks want shared memory.
+        watched: whether the ranks watch each other by heartbeats.
 
     Attributes:
+        needs_control: whether the pair has a control connection, for heartbeats or to
+            send descriptors of shared memory.
         shared: whether the pair uses shared memory. Becomes false if none is available.
         keys: the encryption key of each socket; empty if the socket is not encrypted.
     """
 
-    def __init__(self, rank: int, *, local: bool, shm: bool) -> None:
-        self.rank, self.local, self.shm = rank, local, shm
+    def __init__(self, rank: int, *, local: bool, shm: bool, watched: bool) -> None:
+        self.rank, self.local, self.shm, self.watched = rank, local, shm, watched
         self.shared = local and shm
+        self.needs_control = self.shared or watched
         self.control: socket.socket | None = None
         self.data: list[socket.socket] = []
         self.keys: dict[socket.socket, bytes] = {}

@@ -91,12 +91,12 @@ class Epoch:
         probe = self.stack_probe
         heartbeat = _native.Heartbeat(
             self.rank_info.rank,
+            [str(name or "") for name in names],
             control,
             interval=self.config.heartbeat,
             timeout=self.config.failure_timeout,
             notify=self.notify,
             inquire=-1 if probe is None else probe.wakeup_fd,
-            hosts=[str(name or "") for name in names],
             **({"keys": keys} if any(keys) else {}),
         )
         if probe is not None:

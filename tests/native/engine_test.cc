@@ -14,6 +14,7 @@
 #include "collective/table.h"
 #include "engine/communicator/overlap.h"
 #include "engine/heartbeat/heartbeat.h"
+#include "heartbeats.h"
 #include "link_ends.h"
 #include "local_world.h"
 
@@ -177,8 +178,8 @@ TEST(HeartbeatNamesTheRankThatDied) {
   World world({0, 0});
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
-                                          0.1, 5.0, MakeBell());
+  auto zero = std::make_shared<Heartbeat>(
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 0.1, 5.0, MakeBell());
   zero->Watch(world.ranks[0]);
   std::thread waiting([&] {
     std::vector<float> data(4, 1.0f);
@@ -197,10 +198,10 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, other), 0);
   auto zero = std::make_shared<Heartbeat>(
-      0, std::vector<Heartbeat::Peer>{{1, pair[0]}, {2, other[0]}}, 0.1, 5.0,
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}, {2, other[0]}}, 0.1, 5.0,
       MakeBell());
-  auto one = std::make_shared<Heartbeat>(1, std::vector<Heartbeat::Peer>{{0, pair[1]}},
-                                         0.1, 5.0, MakeBell());
+  auto one = std::make_shared<Heartbeat>(
+      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, pair[1]}}, 0.1, 5.0, MakeBell());
   zero->Watch(world.ranks[0]);
   one->Fail("rank 2 closed its connection", 2);
   one->Stop();
@@ -222,7 +223,8 @@ TEST(AHeartbeatDetectsManyLossesAtOnce) {
     peers.push_back({rank, pair[0]});
     ends.push_back(pair[1]);
   }
-  const auto zero = std::make_shared<Heartbeat>(0, peers, 10.0, 60.0, MakeBell());
+  const auto zero =
+      std::make_shared<Heartbeat>(0, Nodes(151), peers, 10.0, 60.0, MakeBell());
   for (const int fd : ends) close(fd);
   for (int i = 0; i < 6000 && zero->lost().size() < ends.size(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -235,7 +237,7 @@ TEST(AHeartbeatSleepsWhileAForkedChildHasALostSocket) {
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   const int copy = dup(pair[0]);
   const auto zero = std::make_shared<Heartbeat>(
-      0, std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0, MakeBell());
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0, MakeBell());
   close(pair[1]);
   for (int i = 0; i < 6000 && zero->lost().empty(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -250,7 +252,8 @@ TEST(AHeartbeatSleepsWhileAForkedChildHasALostSocket) {
 // Runs in a process that stops itself by SIGSTOP. Returns 0, the exit status, if its
 // heartbeat blames no peer for the pause after SIGCONT.
 int StandStill(int socket) {
-  Heartbeat heartbeat(0, {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr, nullptr);
+  Heartbeat heartbeat(0, Nodes(2), {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr,
+                      nullptr);
   raise(SIGSTOP);
   std::this_thread::sleep_for(std::chrono::milliseconds(200));  // four beats
   return heartbeat.lost().empty() ? 0 : 1;
@@ -286,7 +289,7 @@ TEST(AStoppedPeerMissesNoByteOfItsHeartbeat) {
   setsockopt(ours, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
   setsockopt(theirs, SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
   auto heartbeat = std::make_shared<Heartbeat>(
-      0, std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
   const auto ask = [&](int from, int to) {
     for (int i = from; i < to; ++i)
       heartbeat->probe_sender().SendProbes(
@@ -302,12 +305,11 @@ TEST(AStoppedPeerMissesNoByteOfItsHeartbeat) {
   close(theirs);
   size_t at = 0;
   int messages = 0;
-  for (; at + 32 <= bytes.size(); ++messages) {
-    uint32_t magic, length;
-    std::memcpy(&magic, &bytes[at], 4);
-    std::memcpy(&length, &bytes[at + 12], 4);
-    CHECK_EQ(magic, 0x42484752u);
-    at += 32 + length;
+  ControlMessage message;
+  for (; at + sizeof message <= bytes.size(); ++messages) {
+    std::memcpy(&message, &bytes[at], sizeof message);
+    CHECK_EQ(message.magic, ControlMessage().magic);
+    at += sizeof message + message.length;
   }
   CHECK(messages > 1 && messages < 2 * kProbes);
 }

@@ -11,6 +11,7 @@
 #include "engine/eager/negotiation_message.h"
 #include "engine/heartbeat/heartbeat.h"
 #include "fuzz_targets.h"
+#include "heartbeats.h"
 #include "link_ends.h"
 #include "local_world.h"
 #include "negotiation_ranks.h"
@@ -205,8 +206,8 @@ void Beats(std::string_view input) {
   const auto [quiet, other] = UnixPair();
   {
     auto heartbeat = std::make_shared<Heartbeat>(
-        0, std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0, MakeBell(),
-        nullptr, MakeBell());
+        0, Nodes(3), std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0,
+        MakeBell(), nullptr, MakeBell());
     heartbeat->probe_sender().SendProbes({0, 7, false, {1, 2}, "allreduce 'x'"});
     [[maybe_unused]] const ssize_t sent = send(there, input.data(), input.size(), 0);
     shutdown(there, SHUT_WR);
@@ -237,7 +238,7 @@ std::vector<std::string> BeatsSeeds() {
   for (int what = 0; what < 5; ++what) {
     const auto [here, there] = UnixPair();
     auto heartbeat = std::make_shared<Heartbeat>(
-        1, std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
+        1, Nodes(3), std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
     if (what == 3)

@@ -27,6 +27,13 @@ bool Until(Condition&& condition, double seconds = 60) {
   return false;
 }
 
+// The names of the hosts of `size` ranks.
+inline std::vector<std::string> Nodes(int size) {
+  std::vector<std::string> nodes;
+  for (int r = 0; r < size; ++r) nodes.push_back("node-" + std::to_string(r));
+  return nodes;
+}
+
 // Makes heartbeats of all ranks, connected with each other. A rank that has an eventfd
 // in `bells` can reply to straggler probes.
 inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
@@ -38,15 +45,15 @@ inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
     for (int b = a + 1; b < size; ++b) {
       int pair[2];
       CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-      peers[a].push_back({b, pair[0], "node-" + std::to_string(b)});
-      peers[b].push_back({a, pair[1], "node-" + std::to_string(a)});
+      peers[a].push_back({b, pair[0]});
+      peers[b].push_back({a, pair[1]});
     }
   }
   std::vector<std::shared_ptr<Heartbeat>> all;
   for (size_t r = 0; r < ranks.size(); ++r) {
     const bool knows = r < bells.size() && bells[r] != nullptr;
     all.push_back(std::make_shared<Heartbeat>(
-        static_cast<int>(r), peers[r], 0.1, 20.0, MakeBell(), nullptr,
+        static_cast<int>(r), Nodes(size), peers[r], 0.1, 20.0, MakeBell(), nullptr,
         knows ? std::make_unique<Doorbell>(dup(bells[r]->fd())) : nullptr));
     all.back()->Watch(ranks[r]);
   }

@@ -10,6 +10,7 @@
 #include "base/failpoint.h"
 #include "engine/heartbeat/heartbeat.h"
 #include "epochs.h"
+#include "heartbeats.h"
 
 namespace ringjax::testing_epochs {
 namespace {
@@ -426,11 +427,11 @@ TEST(AHeartbeatReportsLostRanksAndRanksThatLeft) {
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, two), 0);
   const auto told = MakeBell();
   auto zero = std::make_shared<Heartbeat>(
-      0, std::vector<Heartbeat::Peer>{{1, one[0]}, {2, two[0]}}, 0.1, 5.0, MakeBell(),
-      std::make_unique<Doorbell>(dup(told->fd())));
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, one[0]}, {2, two[0]}}, 0.1, 5.0,
+      MakeBell(), std::make_unique<Doorbell>(dup(told->fd())));
   zero->Watch(world.ranks[0]);
-  auto peer = std::make_shared<Heartbeat>(1, std::vector<Heartbeat::Peer>{{0, one[1]}},
-                                          0.1, 5.0, MakeBell());
+  auto peer = std::make_shared<Heartbeat>(
+      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, one[1]}}, 0.1, 5.0, MakeBell());
   auto rung = [&told] {
     pollfd p{told->fd(), POLLIN, 0};
     const bool came = poll(&p, 1, 60'000) == 1;

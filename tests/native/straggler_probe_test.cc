@@ -165,21 +165,18 @@ TEST(UnrequestedRepliesAndControlCharactersAreDropped) {
   World world({0, 0});
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-  auto zero = std::make_shared<Heartbeat>(0, std::vector<Heartbeat::Peer>{{1, pair[0]}},
-                                          10.0, 20.0, MakeBell());
+  auto zero = std::make_shared<Heartbeat>(
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 20.0, MakeBell());
   const auto answer = [&](uint32_t token, const std::string& text) {
-    struct {
-      uint32_t magic = 0x42484752;
-      uint8_t type = 5, pad[3] = {};
-      int32_t culprit = -1;
-      uint32_t length = 0;
-      uint64_t entered[2] = {};
-      uint32_t token = 0, has_entered = 0;
-    } message;
-    message.length = static_cast<uint32_t>(8 + text.size());
-    message.token = token;
-    std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
-    bytes += text;
+    ControlMessage::ReplyHead head;
+    head.token = token;
+    const std::string body = WithHead(head, text);
+    ControlMessage message;
+    message.type = ControlMessage::Type::kReply;
+    message.from = 1;
+    message.to = 0;
+    message.length = static_cast<uint32_t>(body.size());
+    const std::string bytes = WithHead(message, body);
     CHECK_EQ(send(pair[1], bytes.data(), bytes.size(), 0),
              static_cast<ssize_t>(bytes.size()));
   };

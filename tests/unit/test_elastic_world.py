@@ -42,7 +42,7 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
     mine, theirs = socket.socketpair()
     bell = os.eventfd(0, os.EFD_NONBLOCK)
     other = _native.Heartbeat(
-        1, [(0, theirs.detach())], interval=0.05, timeout=60, notify=bell, inquire=-1
+        1, ["", ""], [(0, theirs.detach())], interval=0.05, timeout=60, notify=bell
     )
     builder = EpochBuilder(mine)
     world: Any = World.__new__(World)

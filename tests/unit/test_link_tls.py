@@ -116,6 +116,7 @@ def watched(
         for rank, sock in enumerate((ours, theirs)):
             beat = _native.Heartbeat(
                 rank,
+                ["", ""],
                 [(1 - rank, sock.detach())],
                 interval=0.05,
                 timeout=60,
@@ -161,5 +162,7 @@ def test_keys_that_do_not_fit_are_refused(keys: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with pytest.raises(_native.StatusError, match="key"):
-            _native.Heartbeat(0, [(1, ours.detach())], interval=1, timeout=9, keys=keys)
+            _native.Heartbeat(
+                0, ["", ""], [(1, ours.detach())], interval=1, timeout=9, keys=keys
+            )
         assert theirs.recv(1) == b""

@@ -155,7 +155,7 @@ def test_nothing_is_taken_that_is_for_somebody_else() -> None:
     """A fast rank's heartbeat may arrive while this rank still waits for others."""
     one, two = socket.socketpair()
     with one:
-        pair = PairSetup(1, local=True, shm=True)
+        pair = PairSetup(1, local=True, shm=True, watched=False)
         pair.control = two
         shared_memory.send_descriptors(one, 7, [])
         one.sendall(b"a beat of the heart")

@@ -248,7 +248,9 @@ def test_a_forked_child_ends_without_the_threads_of_the_core() -> None:
         import os, socket, sys
         from ringjax import _native
         ours, theirs = socket.socketpair()
-        beat = _native.Heartbeat(0, [(1, ours.detach())], interval=0.1, timeout=9)
+        beat = _native.Heartbeat(
+            0, ["", ""], [(1, ours.detach())], interval=0.1, timeout=9
+        )
         child = os.fork()
         if child == 0:
             del beat

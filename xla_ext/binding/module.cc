@@ -176,30 +176,26 @@ std::unique_ptr<Doorbell> CopyOf(int eventfd) {
   return std::make_unique<Doorbell>(copy);
 }
 
-std::shared_ptr<Heartbeat> MakeHeartbeat(int rank,
+std::shared_ptr<Heartbeat> MakeHeartbeat(int rank, std::vector<std::string> hosts,
                                          const std::vector<std::pair<int, int>>& peers,
                                          double interval, double timeout, int notify,
-                                         int inquire,
-                                         const std::vector<std::string>& hosts,
-                                         const nb::list& secrets) {
+                                         int inquire, const nb::list& secrets) {
   std::vector<Heartbeat::Peer> all;
   std::vector<int> fds;
   const std::vector<std::string> keys = KeysOf(secrets);
   for (const auto& [peer, fd] : peers) {
-    const auto at = static_cast<size_t>(peer);
-    const size_t i = fds.size();
-    all.push_back({peer, fd, at < hosts.size() ? Printable(hosts[at], 64) : "",
-                   i < keys.size() ? keys[i] : ""});
+    all.push_back({peer, fd, fds.size() < keys.size() ? keys[fds.size()] : ""});
     fds.push_back(fd);
   }
   Descriptors ours(std::move(fds));
+  for (std::string& host : hosts) host = Printable(host, 64);
   Raise(CheckKeys(keys, peers.size()));
   auto bell = NewBell();
   auto notify_bell = CopyOf(notify), inquire_bell = CopyOf(inquire);
   ours.Release();
   try {
-    return std::make_shared<Heartbeat>(rank, std::move(all), interval, timeout,
-                                       std::move(bell), std::move(notify_bell),
+    return std::make_shared<Heartbeat>(rank, std::move(hosts), std::move(all), interval,
+                                       timeout, std::move(bell), std::move(notify_bell),
                                        std::move(inquire_bell));
   } catch (const std::system_error& error) {
     errno = error.code().value();
@@ -250,9 +246,9 @@ nb::list TakeReadings(Heartbeat& self) {
 void BindHeartbeat(nb::module_& m) {
   using Unlocked = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Heartbeat>(m, "Heartbeat")
-      .def(nb::new_(&MakeHeartbeat), "rank"_a, "peers"_a, nb::kw_only(), "interval"_a,
-           "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
-           "hosts"_a = std::vector<std::string>(), "keys"_a = nb::list())
+      .def(nb::new_(&MakeHeartbeat), "rank"_a, "hosts"_a, "peers"_a, nb::kw_only(),
+           "interval"_a, "timeout"_a, "notify"_a = -1, "inquire"_a = -1,
+           "keys"_a = nb::list())
       // The heartbeat holds its lock while it writes to peers. A thread that waits for
       // the lock must not hold the GIL, so functions that take the lock release the
       // GIL.

@@ -131,6 +131,16 @@ int SharedSegment::Stopped() const {
   return -1;
 }
 
+void SharedSegment::Leave(uint64_t finished) {
+  StoreShared(words_[rank_].left, finished + 1);
+}
+
+std::optional<uint64_t> SharedSegment::FinishedOf(int rank) const {
+  const uint64_t left = LoadShared(words_[rank].left);
+  if (left == 0) return std::nullopt;
+  return left - 1;
+}
+
 bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
   StoreShared(words_[rank_].asleep, uint32_t{kAny});
   bool advanced = false;

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "transport/adaptive_copier.h"
@@ -72,6 +73,13 @@ class SharedSegment : public Waitable {
   // Returns the lowest peer that has called Stop, or -1 if no peer has called Stop.
   int Stopped() const;
 
+  // Announces that this rank shuts down cleanly after `finished` calls. Any thread may
+  // call it.
+  void Leave(uint64_t finished);
+  // The calls that a peer had finished before it shut down cleanly; empty if it has
+  // not.
+  std::optional<uint64_t> FinishedOf(int rank) const;
+
   // Requests a wake-up for each advance of any counter of any peer, and for a peer that
   // closes. Returns true if a counter has advanced or a peer has closed since the last
   // Arm.
@@ -97,6 +105,7 @@ class SharedSegment : public Waitable {
     alignas(kLineBytes) uint32_t asleep;
     uint32_t closed, stopped;
     uint64_t sum;
+    uint64_t left;  // 1 + the calls that this rank had finished when it left; or 0
   };
   enum Asleep : uint32_t { kAwake, kAny, kAll };
   // Sums over all ranks, which all ranks add to.

@@ -67,9 +67,10 @@ void CallLog::SetLast(const Call& call, Clock::time_point end) {
   if (!waiting_.empty()) waiting_.clear();
 }
 
-void CallLog::SetWaiting(std::string text) {
+void CallLog::SetWaiting(std::string text, int rank) {
   std::lock_guard lock(mutex_);
   waiting_ = std::move(text);
+  waits_for_ = rank;
 }
 
 void CallLog::ClearWaiting() {
@@ -94,6 +95,7 @@ CallTrace CallLog::trace() const {
   if (!waiting_.empty() && !state_.abort.aborted()) {
     answer.has_text = answer.waits = true;
     answer.text = waiting_;
+    answer.waits_for = waits_for_;
   } else if (!what.empty()) {
     answer.has_text = answer.waits = true;
     answer.when = Clock::now();

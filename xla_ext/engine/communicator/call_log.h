@@ -55,8 +55,9 @@ class CallLog {
   void EndedAtAgreement(const Call& call, Code outcome);
   // Completes the event of a call that has ended and passes it to the recorder.
   void Record(const Call& call, Event::Clock::time_point end, Code outcome);
-  // Stores a text about the current wait: "it waits in barrier (seq 3) for rank 1".
-  void SetWaiting(std::string text);
+  // Stores a text about the current wait: "it waits in barrier (seq 3) for rank 1", and
+  // that world rank, or -1 if the call waits for no particular rank.
+  void SetWaiting(std::string text, int rank);
   void ClearWaiting();
   // The event of the last call.
   const Event& event() const { return event_; }
@@ -89,6 +90,7 @@ class CallLog {
     Event::Clock::time_point end;
   } last_;
   std::string waiting_;  // the stalled call and the rank that it waits for, or ""
+  int waits_for_ = -1;   // this rank
   std::function<std::string()> missing_;         // see set_missing_locally
   std::array<OpStats, kCollectiveCount> stats_;  // totals by collective
 };

@@ -31,6 +31,10 @@ void FailureReport::AwaitReason() const { state_.abort.Await(std::chrono::second
 Status FailureReport::Fail(const Call& call, const Status& cause) const {
   if (cause.code() == Code::kUnavailable)
     state_.abort.Await(std::chrono::milliseconds(200));
+  const auto& segment = state_.endpoints.segment;
+  if (segment && cause.rank() >= 0)
+    if (const auto finished = segment->FinishedOf(cause.rank()))
+      state_.abort.OnPeerShutdown(state_.options.world_ranks[cause.rank()], *finished);
   const Status left = state_.abort.CheckShutdowns(state_.sequence());
   const bool explained =
       cause.code() == Code::kUnavailable && !left.ok() && left.rank() == cause.rank();

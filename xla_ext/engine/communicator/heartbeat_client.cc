@@ -19,6 +19,11 @@ HeartbeatHooks HeartbeatClient::hooks() const {
   return hooks_;
 }
 
+void HeartbeatClient::AnnounceShutdown() const {
+  if (state_.endpoints.segment)
+    state_.endpoints.segment->Leave(state_.finished.load(std::memory_order_relaxed));
+}
+
 void HeartbeatClient::NotifyPeers(const Status& blame) const {
   if (const auto on_failure = hooks().on_failure) on_failure(blame);
 }

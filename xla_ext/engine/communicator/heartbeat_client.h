@@ -57,6 +57,10 @@ class HeartbeatClient {
   // Connects the communicator to a heartbeat, in place of any earlier one.
   void SetHooks(HeartbeatHooks hooks);
 
+  // Announces to all members, if they share a segment, that this rank shuts down
+  // cleanly. The heartbeat announces the same to its neighbours only.
+  void AnnounceShutdown() const;
+
   // Calls HeartbeatHooks::on_failure.
   void NotifyPeers(const Status& blame) const;
 

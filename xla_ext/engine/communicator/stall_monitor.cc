@@ -54,9 +54,9 @@ Status StallMonitor::OnStall(const Call& call, double seconds,
 void StallMonitor::RecordWaiting(const Call& call, const std::vector<int>& peers) {
   waiting_recorded_ = true;
   std::string text = "it waits in " + failures_.DescribeCall(call);
-  if (!peers.empty())
-    text += " for rank " + std::to_string(state_.options.world_ranks[peers[0]]);
-  log_.SetWaiting(std::move(text));
+  const int rank = peers.empty() ? -1 : state_.options.world_ranks[peers[0]];
+  if (rank >= 0) text += " for rank " + std::to_string(rank);
+  log_.SetWaiting(std::move(text), rank);
 }
 
 }  // namespace ringjax

@@ -37,6 +37,7 @@ struct ProbeReply {
 struct CallTrace {
   bool has_text = false;  // false if this communicator has nothing to report
   bool waits = false;     // whether the rank is in a call and waits for other ranks
+  int waits_for = -1;     // if `waits`: one of these ranks of the world, if known
   std::chrono::steady_clock::time_point when;  // end of the last call, or now
   std::string text;  // "its last call was allgather 'x' (seq 6)"
 };

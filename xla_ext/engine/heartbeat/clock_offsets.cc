@@ -14,11 +14,10 @@ constexpr size_t kMaxReadings = 256;  // readings kept until TakeReadings
 
 void ClockOffsets::RequestClock(int times) {
   std::lock_guard lock(connections_->mutex());
-  PeerState* const first = connections_->FirstRank();
-  if (connections_->stopping() || first == nullptr) return;
+  if (connections_->stopping() || connections_->rank() == 0) return;
   const bool under_way = requests_left_ > 0 && SecondsNow() - requested_at_ < timeout_;
   requests_left_ = std::max(times, under_way ? requests_left_ : 0);
-  if (!under_way && requests_left_ > 0) SendRequest(first);
+  if (!under_way && requests_left_ > 0) SendRequest();
 }
 
 std::vector<ClockReading> ClockOffsets::TakeReadings() {
@@ -26,14 +25,14 @@ std::vector<ClockReading> ClockOffsets::TakeReadings() {
   return std::exchange(readings_, {});
 }
 
-void ClockOffsets::SendRequest(PeerState* state) {
+void ClockOffsets::SendRequest() {
   --requests_left_;
   ControlMessage::ClockText text;
   text.requested = requested_at_ = SecondsNow();
-  connections_->Send(state, ControlMessage::Type::kClock, WithHead(text, ""));
+  connections_->Send(0, ControlMessage::Type::kClock, WithHead(text, ""));
 }
 
-void ClockOffsets::HandleClock(PeerState* state, const std::string& bytes) {
+void ClockOffsets::HandleClock(int from, const std::string& bytes) {
   const double now = SecondsNow();
   ControlMessage::ClockText text;
   std::memcpy(&text, bytes.data(), sizeof text);
@@ -41,18 +40,18 @@ void ClockOffsets::HandleClock(PeerState* state, const std::string& bytes) {
   if (text.replied == 0) {
     text.received = now;
     text.replied = SecondsNow();
-    connections_->Send(state, ControlMessage::Type::kClock, WithHead(text, ""));
+    connections_->Send(from, ControlMessage::Type::kClock, WithHead(text, ""));
     return;
   }
   if (text.requested != requested_at_)
     return;  // a reply to a request that was given up
   const double held = text.replied - text.received, away = now - text.requested;
   if (!(held >= 0 && held <= away)) return;  // invalid times from a faulty peer
-  readings_.push_back({state->peer.rank, now,
+  readings_.push_back({from, now,
                        (text.received + text.replied) / 2 - (text.requested + now) / 2,
                        away - held});
   if (readings_.size() > kMaxReadings) readings_.erase(readings_.begin());
-  if (requests_left_ > 0) SendRequest(state);
+  if (requests_left_ > 0) SendRequest();
 }
 
 }  // namespace ringjax

@@ -39,10 +39,10 @@ class ClockOffsets {
   std::vector<ClockReading> TakeReadings();  // returns the readings since the last call
 
   // Handles a message of type kClock, a request or a reply.
-  void HandleClock(PeerState* state, const std::string& bytes);
+  void HandleClock(int from, const std::string& bytes);
 
  private:
-  void SendRequest(PeerState* state);  // the caller holds the mutex
+  void SendRequest();  // the caller holds the mutex
 
   ControlConnections* const connections_;
   const double timeout_;

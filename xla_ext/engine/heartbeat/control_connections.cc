@@ -7,9 +7,11 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <system_error>
+#include <utility>
 
 namespace ringjax {
 
@@ -17,14 +19,14 @@ double SecondsNow() {
   return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
-ControlConnections::ControlConnections(int rank,
+ControlConnections::ControlConnections(int rank, std::vector<std::string> hosts,
                                        const std::vector<PeerState::Peer>& peers,
                                        const Doorbell& wakeup,
                                        const WatchedCommunicators* watched)
-    : rank_(rank), watched_(watched) {
+    : rank_(rank), hosts_(std::move(hosts)), watched_(watched) {
   for (const PeerState::Peer& peer : peers) {
     fcntl(peer.fd, F_SETFL, fcntl(peer.fd, F_GETFL) | O_NONBLOCK);
-    PeerState& state = states_.emplace_back(peer, states_.size());
+    PeerState& state = states_.emplace_back(peer);
     state.heard = SecondsNow();
   }
   try {
@@ -53,27 +55,42 @@ void ControlConnections::RegisterSockets(const Doorbell& wakeup) {
   for (PeerState& state : states_) add(state.peer.fd, &state);
 }
 
-PeerState* ControlConnections::FirstRank() {
-  PeerState* first = nullptr;
-  for (PeerState& state : states_)
-    if (state.peer.rank < rank_ && (!first || state.peer.rank < first->peer.rank))
-      first = &state;
-  return first;
+// Returns the neighbour that is nearest to `rank`, null if none is nearer than this
+// rank. Each hop comes nearer, so a message never returns to a rank.
+PeerState* ControlConnections::NextHop(int rank) {
+  const auto distance = [&](int from) {
+    const int clockwise = (rank - from + size()) % size();
+    return std::min(clockwise, size() - clockwise);
+  };
+  PeerState* best = nullptr;
+  int least = distance(rank_);
+  for (PeerState& state : states_) {
+    if (!state.open || distance(state.peer.rank) >= least) continue;
+    best = &state;
+    least = distance(state.peer.rank);
+  }
+  return best;
 }
 
-std::string ControlConnections::Encode(ControlMessage::Type type, int culprit,
-                                       std::string_view text) const {
+ControlMessage ControlConnections::Head(ControlMessage::Type type, int to, int culprit,
+                                        size_t length) const {
   ControlMessage message;
   message.type = type;
+  message.from = rank_;
+  message.to = to;
   message.culprit = culprit;
-  message.length = static_cast<uint32_t>(text.size());
+  message.length = static_cast<uint32_t>(length);
   message.entered = watched_->entered();
-  return WithHead(message, text);
+  return message;
 }
 
-void ControlConnections::Send(PeerState* state, ControlMessage::Type type,
+void ControlConnections::Send(int rank, ControlMessage::Type type,
                               std::string_view text) {
-  if (state->open) Write(state, Encode(type, -1, text), 0);
+  Forward(Head(type, rank, -1, text.size()), text);
+}
+
+void ControlConnections::Forward(const ControlMessage& message, std::string_view text) {
+  if (PeerState* next = NextHop(message.to)) Write(next, WithHead(message, text), 0);
 }
 
 // Sends the rest of an earlier message, and then `message`. Stops once the peer has
@@ -102,10 +119,11 @@ void ControlConnections::Write(PeerState* state, const std::string& message,
   bytes.erase(0, sent);
 }
 
-void ControlConnections::SendToAll(ControlMessage::Type type, int culprit,
-                                   const std::string& text) {
+void ControlConnections::SendToNeighbours(ControlMessage::Type type, int culprit,
+                                          const std::string& text) {
   std::lock_guard lock(mutex_);
-  const std::string bytes = Encode(type, culprit, Cut(text, ControlMessage::kMaxText));
+  const std::string_view cut = Cut(text, ControlMessage::kMaxText);
+  const std::string bytes = WithHead(Head(type, -1, culprit, cut.size()), cut);
   for (PeerState& state : states_)
     if (state.open) Write(&state, bytes, type == ControlMessage::Type::kBeat ? 0 : 100);
 }

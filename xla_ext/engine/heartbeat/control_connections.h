@@ -1,5 +1,12 @@
-// ControlConnections: the connections of a heartbeat to all other ranks of the world.
-// See heartbeat.h.
+// ControlConnections: the connections of a heartbeat to its neighbours among the ranks
+// of the world, and messages to all other ranks over them. See heartbeat.h.
+//
+// The neighbours include the ranks at distances of powers of two in both directions
+// (links/standing.py). A message to another rank goes to the neighbour that is nearest
+// to the destination on the circle of the ranks, and that neighbour passes the message
+// on. The distance halves at least with each hop, as in Chord (Stoica et al., "Chord: A
+// scalable peer-to-peer lookup service", SIGCOMM 2001). Messages are not repeated: a
+// message is lost if a rank on its way is lost.
 #pragma once
 
 #include <cstddef>
@@ -20,22 +27,20 @@ namespace ringjax {
 // Returns the current time in seconds of the steady clock.
 double SecondsNow();
 
-// One peer: its connection and its state. Only the heartbeat thread uses `input` and
-// receives from the channel. The mutex of the ControlConnections guards the other
+// One neighbour: its connection and its state. Only the heartbeat thread uses `input`
+// and receives from the channel. The mutex of the ControlConnections guards the other
 // members that change.
 struct PeerState {
   struct Peer {
-    int rank;               // rank in the world
-    int fd;                 // connected stream socket; the channel owns it
-    std::string host = {};  // name of its host, for texts
-    std::string key = {};   // key of the channel; no encryption if empty
+    int rank;              // rank in the world
+    int fd;                // connected stream socket; the channel owns it
+    std::string key = {};  // key of the channel; no encryption if empty
   };
-  PeerState(const Peer& p, size_t i) : peer(p), index(i), channel(p.fd, KeyOf(p.key)) {
+  explicit PeerState(const Peer& p) : peer(p), channel(p.fd, KeyOf(p.key)) {
     peer.key.clear();
   }
 
   Peer peer;
-  size_t index;  // position in ControlConnections::states
   Channel channel;
   std::string input;         // received bytes of an incomplete message
   std::string output;        // unsent rest of a message that was sent in part
@@ -59,33 +64,39 @@ struct PeerState {
 // order.
 class ControlConnections {
  public:
-  // Takes ownership of the sockets of the peers, and registers them and `wakeup` with
-  // epoll. Every message contains the numbers of calls that `watched` has entered.
-  // `watched` must outlive the object. Throws std::system_error.
-  ControlConnections(int rank, const std::vector<PeerState::Peer>& peers,
-                     const Doorbell& wakeup, const WatchedCommunicators* watched);
+  // Takes ownership of the sockets of the neighbours `peers`, and registers them and
+  // `wakeup` with epoll. `hosts` are the names of the hosts of all ranks, for texts.
+  // Every message contains the numbers of calls that `watched` has entered. `watched`
+  // must outlive the object. Throws std::system_error.
+  ControlConnections(int rank, std::vector<std::string> hosts,
+                     const std::vector<PeerState::Peer>& peers, const Doorbell& wakeup,
+                     const WatchedCommunicators* watched);
   ~ControlConnections();
   ControlConnections(const ControlConnections&) = delete;
   ControlConnections& operator=(const ControlConnections&) = delete;
 
   int rank() const { return rank_; }  // this rank, in the world
+  int size() const { return static_cast<int>(hosts_.size()); }  // size of the world
+  const std::string& host(int rank) const { return hosts_[rank]; }
   // The epoll descriptor. The data of an event is a PeerState*, or null for `wakeup`.
   int epoll() const { return epoll_; }
   std::mutex& mutex() const { return mutex_; }
 
-  // Sends a message to all peers. Waits up to 100 ms for each peer that accepts no
-  // bytes, unless the message is a beat.
-  void SendToAll(ControlMessage::Type type, int culprit, const std::string& text);
+  // Sends a message to all neighbours. Waits up to 100 ms for each neighbour that
+  // accepts no bytes, unless the message is a beat.
+  void SendToNeighbours(ControlMessage::Type type, int culprit,
+                        const std::string& text);
 
   // -- the caller holds mutex() ------------------------------------------------------
 
-  // All peers. The member `peer` never changes, and may be read without the mutex.
+  // All neighbours. The member `peer` never changes, and may be read without the mutex.
   std::span<PeerState> states() { return states_; }
   std::span<const PeerState> states() const { return states_; }
-  // The connection to the first rank of the world; null on that rank.
-  PeerState* FirstRank();
-  // Sends a message, or drops it if the peer accepts no bytes at the moment.
-  void Send(PeerState* state, ControlMessage::Type type, std::string_view text);
+  // Sends a message to any other rank, over other ranks if it is no neighbour. Drops
+  // the message if the next rank accepts no bytes at the moment.
+  void Send(int rank, ControlMessage::Type type, std::string_view text);
+  // Passes a message on to its destination.
+  void Forward(const ControlMessage& message, std::string_view text);
   void Close(PeerState* state);  // may be called twice
   void CloseAll();
   // Whether the heartbeat has stopped or is about to stop. Then no protocol may begin
@@ -99,12 +110,14 @@ class ControlConnections {
 
  private:
   void RegisterSockets(const Doorbell& wakeup);
-  // The caller of the next two functions holds mutex_.
-  std::string Encode(ControlMessage::Type type, int culprit,
-                     std::string_view text) const;
+  // The caller of the next functions holds mutex_.
+  PeerState* NextHop(int rank);
+  ControlMessage Head(ControlMessage::Type type, int to, int culprit,
+                      size_t length) const;
   void Write(PeerState* state, const std::string& message, int limit_ms);
 
   const int rank_;
+  const std::vector<std::string> hosts_;
   const WatchedCommunicators* const watched_;
   int epoll_ = -1;  // unlike poll, epoll takes no time for each idle socket
   mutable std::mutex mutex_;

@@ -1,7 +1,9 @@
 // ControlMessage: the messages of a heartbeat, as they are sent.
 //
 // Every message has this structure as its head, and `length` bytes of text follow. For
-// some types, the text begins with one of the structures below.
+// some types, the text begins with one of the structures below. A message with a
+// destination is passed on from rank to rank until it arrives (ControlConnections). All
+// other messages are for the rank at the other end of the connection.
 #pragma once
 
 #include <array>
@@ -21,13 +23,16 @@ struct ControlMessage {
     kReply,     // the reply to a straggler probe
     kTeardown,  // the sender is ready to tear down a communicator
     kWaits,     // how long calls of the sender have waited
-    kClock      // a request for the receiver's clock, or the reply
+    kClock,     // a request for the receiver's clock, or the reply
+    kEnded      // the process of `culprit` has ended
   };
   static constexpr size_t kMaxText = 1024;  // bytes of a text
 
-  uint32_t magic = 0x42484752;
+  uint32_t magic = 0x43484752;
   Type type = Type::kBeat;
   uint8_t pad[3] = {};
+  int32_t from = -1;  // the rank that has made the message
+  int32_t to = -1;    // destination; -1: the rank at the other end
   int32_t culprit = -1;
   uint32_t length = 0;
   // Calls that the sender has entered on the world, and on its control communicator.
@@ -46,6 +51,8 @@ struct ControlMessage {
   };
   struct ReplyHead {  // begins the text of kReply; the reply in words follows
     uint32_t token = 0, entered = 0;
+    int32_t waits_for = -1;  // if `entered`: the rank that the call waits for
+    uint32_t pad = 0;
   };
   struct Teardown {  // the text of kTeardown
     int32_t communicator = 0;

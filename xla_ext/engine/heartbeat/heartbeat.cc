@@ -18,14 +18,15 @@
 
 namespace ringjax {
 
-Heartbeat::Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
+Heartbeat::Heartbeat(int rank, std::vector<std::string> hosts,
+                     std::vector<Peer> neighbours, double interval, double timeout,
                      std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify,
                      std::unique_ptr<Doorbell> inquire)
     : interval_(interval),
       timeout_(timeout),
       wakeup_(std::move(wakeup)),
       notify_(std::move(notify)),
-      connections_(rank, peers, *wakeup_, &watched_),
+      connections_(rank, std::move(hosts), neighbours, *wakeup_, &watched_),
       clock_offsets_(&connections_, timeout),
       probe_sender_(&connections_),
       probe_responder_(&connections_, &watched_, wakeup_.get(), std::move(inquire)),
@@ -103,7 +104,7 @@ void Heartbeat::RunLoop() {
     }
     probe_responder_.SendDueReplies();
     if (SecondsNow() >= next_beat) {
-      connections_.SendToAll(Type::kBeat, -1, "");
+      connections_.SendToNeighbours(Type::kBeat, -1, "");
       wait_reports_.SendWaits();
       CheckSilence();
       // All ranks of a host send beats at multiples of the interval, so that one wakeup
@@ -121,7 +122,7 @@ void Heartbeat::ReadFrom(PeerState* state) {
   const int rank = state->peer.rank;
   if (n <= 0) {
     const std::string why =
-        n == 0 ? "closed its connection (the process ended)"
+        n == 0 || errno == ECONNRESET ? "closed its connection (the process ended)"
         : errno == EBADMSG
             ? "sent data that were altered on their way, or are no TLS records"
             : std::strerror(errno);
@@ -131,7 +132,7 @@ void Heartbeat::ReadFrom(PeerState* state) {
       left = state->left;
       connections_.Close(state);
     }
-    if (!left) MarkLost(rank, why);
+    if (!left) HandleDisconnection(rank, why);
     return;
   }
   {
@@ -143,15 +144,8 @@ void Heartbeat::ReadFrom(PeerState* state) {
   }
 }
 
-// Returns whether the message is valid: its culprit exists, and its length fits its
-// type.
+// Returns whether the message is valid: its ranks exist, and its length fits its type.
 bool Heartbeat::IsValid(const ControlMessage& message) const {
-  const std::span<const PeerState> states = connections_.states();
-  const bool known =
-      message.culprit == -1 || message.culprit == connections_.rank() ||
-      std::any_of(states.begin(), states.end(), [&message](const PeerState& state) {
-        return state.peer.rank == message.culprit;
-      });
   using M = ControlMessage;
   // The minimum length of the text of each type, in the order of Type.
   constexpr size_t kMinText[] = {0,
@@ -161,11 +155,15 @@ bool Heartbeat::IsValid(const ControlMessage& message) const {
                                  sizeof(M::ReplyHead),
                                  sizeof(M::Teardown),
                                  sizeof(M::WaitsHead),
-                                 sizeof(M::ClockText)};
-  return known && message.magic == ControlMessage().magic &&
-         message.type >= Type::kBeat && message.type <= Type::kClock &&
-         message.length <= ControlMessage::kMaxText &&
-         message.length >= kMinText[static_cast<size_t>(message.type) - 1];
+                                 sizeof(M::ClockText),
+                                 0};
+  const int size = connections_.size();
+  return message.magic == M().magic && message.type >= Type::kBeat &&
+         message.type <= Type::kEnded && message.length <= M::kMaxText &&
+         message.length >= kMinText[static_cast<size_t>(message.type) - 1] &&
+         message.from >= 0 && message.from < size && message.to >= -1 &&
+         message.to < size && message.culprit < size &&
+         message.culprit >= (message.type == Type::kEnded ? 0 : -1);
 }
 
 // Handles one message of the input. Returns false if no message is complete, or if the
@@ -180,33 +178,56 @@ bool Heartbeat::HandleMessage(PeerState* state) {
       std::lock_guard lock(connections_.mutex());
       connections_.Close(state);
     }
-    MarkLost(rank, "sent garbage on its control connection");
+    HandleDisconnection(rank, "sent garbage on its control connection");
     return false;
   }
   if (state->input.size() < sizeof message + message.length) return false;
   std::string text = state->input.substr(sizeof message, message.length);
   state->input.erase(0, sizeof message + message.length);
-  if (message.type == Type::kProbe) probe_responder_.HandleProbe(state, text);
-  if (message.type == Type::kReply) probe_sender_.HandleReply(state, text);
-  if (message.type == Type::kTeardown)
-    teardown_announcements_.HandleTeardown(state, text);
-  if (message.type == Type::kWaits) wait_reports_.HandleWaits(state, text);
-  if (message.type == Type::kClock) clock_offsets_.HandleClock(state, text);
-  if (message.type == Type::kFail) {
-    text = Printable(text, ControlMessage::kMaxText);
-    const bool itself = message.culprit < 0 || message.culprit == rank;
-    if (!itself)
-      MarkLost(message.culprit, text);
-    else
-      MarkLost(rank, message.culprit == rank ? text : "failed: " + text);
-  }
   {
     std::lock_guard lock(connections_.mutex());
     for (int i : {0, 1})
-      state->entered[i] = std::max(state->entered[i], message.entered[i]);
+      if (message.from == rank)
+        state->entered[i] = std::max(state->entered[i], message.entered[i]);
+    if (message.to >= 0 && message.to != connections_.rank()) {
+      connections_.Forward(message, text);
+      return true;
+    }
   }
-  if (message.type == Type::kLeave) HandleLeave(state, text);
+  if (message.type == Type::kLeave)
+    HandleLeave(state, text);
+  else
+    Dispatch(message, text);
   return true;
+}
+
+void Heartbeat::Dispatch(const ControlMessage& message, const std::string& text) {
+  switch (message.type) {
+    case Type::kFail:
+      return HandleFailure(message, Printable(text, ControlMessage::kMaxText));
+    case Type::kEnded:
+      return teardown_announcements_.HandleEnd(message.culprit);
+    case Type::kProbe:
+      return probe_responder_.HandleProbe(message.from, text);
+    case Type::kReply:
+      return probe_sender_.HandleReply(message.from, text);
+    case Type::kTeardown:
+      return teardown_announcements_.HandleTeardown(message.from, text);
+    case Type::kWaits:
+      return wait_reports_.HandleWaits(message.from, text);
+    case Type::kClock:
+      return clock_offsets_.HandleClock(message.from, text);
+    case Type::kBeat:
+    case Type::kLeave:
+      return;
+  }
+}
+
+void Heartbeat::HandleFailure(const ControlMessage& message, const std::string& text) {
+  if (message.culprit < 0)
+    MarkLost(message.from, "failed: " + text);
+  else
+    MarkLost(message.culprit, text);
 }
 
 void Heartbeat::CheckSilence() {
@@ -226,8 +247,15 @@ void Heartbeat::CheckSilence() {
     }
   }
   for (const auto& [rank, seconds] : silent)
-    MarkLost(rank, "has been silent for " + std::to_string(static_cast<int>(seconds)) +
-                       " s (stopped, or the network is cut)");
+    HandleDisconnection(rank, "has been silent for " +
+                                  std::to_string(static_cast<int>(seconds)) +
+                                  " s (stopped, or the network is cut)");
+}
+
+// Handles the end of the connection to a neighbour.
+void Heartbeat::HandleDisconnection(int rank, const std::string& why) {
+  MarkLost(rank, why);
+  teardown_announcements_.HandleEnd(rank);
 }
 
 void Heartbeat::MarkLost(int rank, const std::string& why) {
@@ -239,6 +267,8 @@ void Heartbeat::MarkLost(int rank, const std::string& why) {
   }
   const Status status(Code::kUnavailable, "rank " + std::to_string(rank) + " " + why,
                       rank);
+  // Before the calls of this rank fail: the process may end then.
+  if (!notify_) connections_.SendToNeighbours(Type::kFail, rank, why);
   for (const auto& c : WatchedWith(rank)) c->Abort(status);
   if (notify_) notify_->Ring();
 }
@@ -318,7 +348,7 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
     std::lock_guard lock(connections_.mutex());
     if (!lost_.empty()) std::tie(culprit, what) = lost_.front();
   }
-  connections_.SendToAll(Type::kFail, culprit, what);
+  connections_.SendToNeighbours(Type::kFail, culprit, what);
   if (notify_ && culprit >= 0 && culprit != connections_.rank())
     MarkLost(culprit, what);
 }
@@ -328,8 +358,9 @@ void Heartbeat::Leave() {
   {
     std::lock_guard lock(connections_.mutex());
     text = watched_.FinishedCalls();
+    for (const auto& c : watched_.All()) c->heartbeat().AnnounceShutdown();
   }
-  connections_.SendToAll(Type::kLeave, -1, text);
+  connections_.SendToNeighbours(Type::kLeave, -1, text);
 }
 
 std::vector<std::pair<int, std::string>> Heartbeat::lost() const {

@@ -1,12 +1,20 @@
 // Heartbeat: one thread that detects lost peers of the world, and shows them that this
 // rank is alive.
 //
-// The thread watches one connected, authenticated socket per peer. A closed socket
-// means that the process has ended, and is noticed within milliseconds. Silence means
-// that the process hangs or the network is cut. A rank that fails sends the reason. If
-// it has lost a rank before, it sends the rank and the reason of that loss instead, so
-// a cascade of failures still names the first culprit. Each message carries the number
-// of calls of the world that its sender has entered, which shows late ranks.
+// The thread watches one connected, authenticated socket for each neighbour
+// (ControlConnections), so the number of beats grows with P log P and not with the
+// square of the P ranks. A closed socket means that the process has ended, and is
+// noticed within milliseconds. Silence means that the process hangs or the network is
+// cut. A rank that fails sends the reason. If it has lost a rank before, it sends the
+// rank and the reason of that loss instead, so a cascade of failures still names the
+// first culprit. Each message carries the number of calls of the world that its sender
+// has entered, which shows late ranks.
+//
+// In a static job, each rank passes on a loss to its neighbours once, so all ranks know
+// the loss after log2(P) / 2 hops (the reliable broadcast of Bosilca et al., "Failure
+// detection and propagation in HPC systems", SC 2016). In an elastic job, only the
+// ranks that have noticed the loss themselves report it to the coordinator, which
+// weighs such reports and notifies all ranks.
 //
 // The sockets also carry other protocols. Each of them is a class with its own state:
 // straggler probes (ProbeSender, ProbeResponder), the teardown barrier
@@ -45,13 +53,15 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
  public:
   using Peer = PeerState::Peer;
 
-  // Starts the thread. `interval`: seconds between beats; `timeout`: seconds of silence
-  // after which a peer is lost. `wakeup` is an eventfd for the heartbeat alone. The
-  // heartbeat rings `notify`, which is null in a static job, whenever lost() or left()
-  // grows, and `inquire` when a peer probes this rank. With a null `inquire`, replies
-  // do not contain the position of the program. Throws std::system_error.
-  Heartbeat(int rank, std::vector<Peer> peers, double interval, double timeout,
-            std::unique_ptr<Doorbell> wakeup,
+  // Starts the thread. `hosts`: the names of the hosts of all ranks of the world;
+  // `neighbours`: see ControlConnections. `interval`: seconds between beats; `timeout`:
+  // seconds of silence after which a neighbour is lost. `wakeup` is an eventfd for the
+  // heartbeat alone. The heartbeat rings `notify`, which is null in a static job,
+  // whenever lost() or left() grows, and `inquire` when a peer probes this rank. With a
+  // null `inquire`, replies do not contain the position of the program. Throws
+  // std::system_error.
+  Heartbeat(int rank, std::vector<std::string> hosts, std::vector<Peer> neighbours,
+            double interval, double timeout, std::unique_ptr<Doorbell> wakeup,
             std::unique_ptr<Doorbell> notify = nullptr,
             std::unique_ptr<Doorbell> inquire = nullptr);
   ~Heartbeat();
@@ -62,16 +72,16 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Watch(const std::shared_ptr<Communicator>& communicator);
   void Forget(const Communicator* communicator);
 
-  // Announces a failure of this rank to all peers. `culprit` is the world rank to
-  // blame, and `message` is a predicate of that rank. If it is -1, the peers receive
-  // the first rank that this rank has lost and the reason of the loss, or if this rank
-  // has lost none, this rank itself.
+  // Announces a failure of this rank to its neighbours. `culprit` is the world rank to
+  // blame, and `message` is a predicate of that rank. -1 blames this rank, or the first
+  // rank that it has lost; then the peers receive the reason of that loss.
   void Fail(const std::string& message, int culprit = -1);
-  // Announces to all peers that this rank shuts down cleanly.
+  // Announces to the neighbours that this rank shuts down cleanly. Other ranks learn it
+  // from a neighbour whose call fails for this reason.
   void Leave();
 
   std::vector<std::pair<int, std::string>> lost() const;  // world ranks and reasons
-  std::vector<int> left() const;  // world ranks that have shut down cleanly
+  std::vector<int> left() const;  // neighbours that have shut down cleanly
 
   // The classes of the other protocols. The references are valid as long as this
   // object.
@@ -90,7 +100,10 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   bool HandleMessage(PeerState* state);
   bool IsValid(const ControlMessage& message) const;
   void CheckSilence();
+  void Dispatch(const ControlMessage& message, const std::string& text);
+  void HandleDisconnection(int rank, const std::string& why);
   void MarkLost(int rank, const std::string& why);
+  void HandleFailure(const ControlMessage& message, const std::string& text);
   void HandleLeave(PeerState* state, const std::string& text);
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
   std::vector<int> LateRanks(int index, uint64_t sequence) const;

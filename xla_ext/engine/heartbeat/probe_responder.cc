@@ -16,20 +16,20 @@ constexpr size_t kMaxStalls = 16;         // stalled calls kept in reported_stal
 
 }  // namespace
 
-void ProbeResponder::HandleProbe(PeerState* state, const std::string& text) {
+void ProbeResponder::HandleProbe(int from, const std::string& text) {
   OpenProbe probe;
   std::memcpy(&probe.head, text.data(), sizeof probe.head);
   const auto here = Watched(probe.head.communicator);
   const bool entered =
       !probe.head.operation && here && here->entered() >= probe.head.sequence;
-  if (entered || !inquire_) return Reply(state, probe.head, "");
+  if (entered || !inquire_) return Reply(from, probe.head, "");
   probe.what = Printable(std::string_view(text).substr(sizeof probe.head),
                          ControlMessage::kMaxText);
   probe.until = SecondsNow() + kPositionTimeout;
-  probe.asker = state;
+  probe.asker = from;
   {
     std::lock_guard lock(connections_->mutex());
-    const auto same = [state](const OpenProbe& open) { return open.asker == state; };
+    const auto same = [from](const OpenProbe& open) { return open.asker == from; };
     if (std::ranges::count_if(probes_, same) >= kMaxOpenProbes)
       probes_.erase(std::ranges::find_if(probes_, same));
     probe.number = ++last_probe_;
@@ -84,19 +84,22 @@ void ProbeResponder::SendDueReplies() {
   for (const auto& [probe, position] : due) Reply(probe.asker, probe.head, position);
 }
 
-void ProbeResponder::Reply(PeerState* state, const ControlMessage::ProbeHead& asked,
+void ProbeResponder::Reply(int to, const ControlMessage::ProbeHead& asked,
                            const std::string& position) {
   const auto here = Watched(asked.communicator);
   ControlMessage::ReplyHead head;
   head.token = asked.token;
-  head.entered = !asked.operation && here && here->entered() >= asked.sequence ? 1 : 0;
+  if (!asked.operation && here && here->entered() >= asked.sequence) {
+    head.entered = 1;
+    head.waits_for = here->log().trace().waits_for;
+  }
   std::string text = LatestTrace();
   if (!position.empty()) {
     text = Cut(text, kMaxReplyBytes / 2);
     text += "; " + position;
   }
   std::lock_guard lock(connections_->mutex());
-  connections_->Send(state, ControlMessage::Type::kReply,
+  connections_->Send(to, ControlMessage::Type::kReply,
                      WithHead(head, Cut(text, kMaxReplyBytes)));
 }
 
@@ -113,7 +116,7 @@ ProbeResponder::Asked ProbeResponder::asked() {
     if (reported_stalls_.size() >= kMaxStalls)
       reported_stalls_.erase(reported_stalls_.begin());
     reported_stalls_.push_back(stall);
-    asked.stalls.push_back("rank " + std::to_string(probe.asker->peer.rank) +
+    asked.stalls.push_back("rank " + std::to_string(probe.asker) +
                            " waits for this rank to call " + probe.what);
   }
   return asked;

@@ -47,7 +47,7 @@ class ProbeResponder {
   void Answer(uint64_t newest, const std::string& position);
 
   // Handles a message of type kProbe.
-  void HandleProbe(PeerState* state, const std::string& text);
+  void HandleProbe(int from, const std::string& text);
   double NextReplyTime()
       const;  // when the next reply is due; infinity if there is none
   void SendDueReplies();
@@ -55,14 +55,14 @@ class ProbeResponder {
  private:
   // A probe that waits for Answer.
   struct OpenProbe {
-    PeerState* asker = nullptr;
+    int asker = -1;
     uint64_t number = 0;
     ControlMessage::ProbeHead head;
     double until = 0;  // latest time of the reply
     std::string what;
   };
 
-  void Reply(PeerState* state, const ControlMessage::ProbeHead& asked,
+  void Reply(int to, const ControlMessage::ProbeHead& asked,
              const std::string& position);
   std::shared_ptr<Communicator> Watched(int id) const;
   std::string LatestTrace() const;

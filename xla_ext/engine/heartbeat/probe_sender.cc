@@ -1,7 +1,6 @@
 // Sends kProbe messages and handles the replies. See probe_sender.h.
 #include "engine/heartbeat/probe_sender.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string_view>
 
@@ -13,60 +12,70 @@ constexpr double kRecently = 0.5;  // seconds; see StragglerProbe::SendProbes
 }  // namespace
 
 void ProbeSender::SendProbes(const ProbeRequest& request) {
-  const double now = SecondsNow();
   std::lock_guard lock(connections_->mutex());
   if (connections_->stopping()) return;
-  for (PeerState& state : connections_->states()) {
-    std::map<int, SentProbe>& sent_probes = sent_[state.index];
-    if (!request.operation) sent_probes.erase(request.communicator);
-    const auto& ranks = request.ranks;
-    if (std::find(ranks.begin(), ranks.end(), state.peer.rank) == ranks.end()) continue;
-    SentProbe& asked = sent_probes[request.communicator];
-    if (asked.token > 0 && now - asked.when < kRecently) continue;
-    asked = {};
-    asked.token = ++token_;
-    asked.when = now;
-    ControlMessage::ProbeHead head;
-    head.sequence = request.sequence;
-    head.communicator = request.communicator;
-    head.token = asked.token;
-    head.operation = request.operation ? 1 : 0;
-    connections_->Send(
-        &state, ControlMessage::Type::kProbe,
-        WithHead(head, Cut(request.what, ControlMessage::kMaxText - sizeof head)));
+  if (!request.operation) {
+    sent_[request.communicator].clear();
+    calls_[request.communicator] = request;
   }
+  for (const int rank : request.ranks) Send(rank, request);
+}
+
+void ProbeSender::Send(int rank, const ProbeRequest& request) {
+  const double now = SecondsNow();
+  SentProbe& probe = sent_[request.communicator][rank];
+  if (probe.token > 0 && now - probe.when < kRecently) return;
+  probe = {};
+  probe.token = ++token_;
+  probe.when = now;
+  ControlMessage::ProbeHead head;
+  head.sequence = request.sequence;
+  head.communicator = request.communicator;
+  head.token = probe.token;
+  head.operation = request.operation ? 1 : 0;
+  connections_->Send(
+      rank, ControlMessage::Type::kProbe,
+      WithHead(head, Cut(request.what, ControlMessage::kMaxText - sizeof head)));
 }
 
 std::vector<ProbeReply> ProbeSender::ProbeReplies(int communicator,
                                                   const std::vector<int>& ranks) const {
   std::vector<ProbeReply> replies;
   std::lock_guard lock(connections_->mutex());
+  const auto sent = sent_.find(communicator);
   for (const int rank : ranks) {
     ProbeReply& reply = replies.emplace_back();
     reply.rank = rank;
-    for (const PeerState& state : connections_->states()) {
-      if (state.peer.rank != rank) continue;
-      reply.host = state.peer.host;
-      const auto found = sent_[state.index].find(communicator);
-      if (found == sent_[state.index].end()) continue;
-      reply.asked = true;
-      reply.answered = found->second.answered;
-      reply.entered = found->second.entered;
-      reply.text = found->second.text;
-    }
+    reply.host = connections_->host(rank);
+    if (sent == sent_.end() || !sent->second.contains(rank)) continue;
+    const SentProbe& probe = sent->second.at(rank);
+    reply.asked = true;
+    reply.answered = probe.answered;
+    reply.entered = probe.entered;
+    reply.text = probe.text;
   }
   return replies;
 }
 
-void ProbeSender::HandleReply(PeerState* state, const std::string& text) {
+void ProbeSender::HandleReply(int from, const std::string& text) {
   ControlMessage::ReplyHead head;
   std::memcpy(&head, text.data(), sizeof head);
   std::lock_guard lock(connections_->mutex());
-  for (auto& [id, asked] : sent_[state->index]) {
-    if (asked.token != head.token || asked.answered) continue;
-    asked.answered = true;
-    asked.entered = head.entered != 0;
-    asked.text = Printable(std::string_view(text).substr(sizeof head), kMaxReplyBytes);
+  for (auto& [communicator, sent] : sent_) {
+    const auto found = sent.find(from);
+    if (found == sent.end()) continue;
+    SentProbe& probe = found->second;
+    if (probe.token != head.token || probe.answered) continue;
+    probe.answered = true;
+    probe.entered = head.entered != 0;
+    probe.text = Printable(std::string_view(text).substr(sizeof head), kMaxReplyBytes);
+    // A rank that waits in the call leads to the rank that it waits for. The chain ends
+    // at a rank that has not made the call.
+    const int next = probe.entered ? head.waits_for : -1;
+    if (next >= 0 && next < connections_->size() && next != connections_->rank() &&
+        !sent.contains(next) && !connections_->stopping())
+      Send(next, calls_[communicator]);
+    return;
   }
 }
 

@@ -18,15 +18,14 @@ namespace ringjax {
 // thread may call the other functions. ControlConnections::mutex() guards the state.
 class ProbeSender : public StragglerProbe {
  public:
-  explicit ProbeSender(ControlConnections* connections)
-      : connections_(connections), sent_(connections->states().size()) {}
+  explicit ProbeSender(ControlConnections* connections) : connections_(connections) {}
 
   void SendProbes(const ProbeRequest& request) override;
   std::vector<ProbeReply> ProbeReplies(int communicator,
                                        const std::vector<int>& ranks) const override;
 
   // Handles a message of type kReply.
-  void HandleReply(PeerState* state, const std::string& text);
+  void HandleReply(int from, const std::string& text);
 
  private:
   // A probe that this rank has sent to a peer, and the reply.
@@ -37,9 +36,12 @@ class ProbeSender : public StragglerProbe {
     std::string text;
   };
 
+  void Send(int rank, const ProbeRequest& request);  // the caller holds the mutex
+
   ControlConnections* const connections_;
-  // The last probes, by PeerState::index and then by id of the communicator.
-  std::vector<std::map<int, SentProbe>> sent_;
+  // The last probes, by id of the communicator and then by rank.
+  std::map<int, std::map<int, SentProbe>> sent_;
+  std::map<int, ProbeRequest> calls_;  // the last probe of a call, by communicator
   uint32_t token_ = 0;  // token of the last probe that this rank has sent
 };
 

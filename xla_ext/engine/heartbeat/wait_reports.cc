@@ -30,9 +30,9 @@ void WaitReports::SetLocation(const std::string& place) {
 std::map<int, PeerWaits> WaitReports::TakeWaits() {
   std::lock_guard lock(connections_->mutex());
   std::map<int, PeerWaits> all;
-  for (const PeerState& state : connections_->states()) {
-    all[state.peer.rank] = waits_[state.index];
-    waits_[state.index].latest.clear();
+  for (auto& [rank, waits] : waits_) {
+    all[rank] = waits;
+    waits.latest.clear();
   }
   return all;
 }
@@ -52,8 +52,7 @@ std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
 
 void WaitReports::SendWaits() {
   std::lock_guard lock(connections_->mutex());
-  PeerState* const first = connections_->FirstRank();
-  if (!recorder_ || first == nullptr) return;
+  if (!recorder_ || connections_->rank() == 0) return;
   const std::vector<WaitRecord> waits = WaitsSince(*recorder_, &shared_, kMaxInBeat);
   ControlMessage::WaitsHead head;
   head.count = static_cast<uint32_t>(waits.size());
@@ -66,16 +65,16 @@ void WaitReports::SendWaits() {
     const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
     text.append(reinterpret_cast<const char*>(words), sizeof words);
   }
-  connections_->Send(first, ControlMessage::Type::kWaits, text + where_);
+  connections_->Send(0, ControlMessage::Type::kWaits, text + where_);
 }
 
-void WaitReports::HandleWaits(PeerState* state, const std::string& text) {
+void WaitReports::HandleWaits(int from, const std::string& text) {
   ControlMessage::WaitsHead head;
   std::memcpy(&head, text.data(), sizeof head);
   const size_t words = 2 * sizeof(uint32_t);
   if (head.count > (text.size() - sizeof head) / words) return;  // malformed
   std::lock_guard lock(connections_->mutex());
-  PeerWaits& waits = waits_[state->index];
+  PeerWaits& waits = waits_[from];
   waits.calls = head.calls;
   waits.wait_seconds = head.wait;
   waits.move_seconds = head.move;

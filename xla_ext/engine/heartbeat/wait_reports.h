@@ -38,24 +38,23 @@ std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
 // call the other functions. ControlConnections::mutex() guards the state.
 class WaitReports {
  public:
-  explicit WaitReports(ControlConnections* connections)
-      : connections_(connections), waits_(connections->states().size()) {}
+  explicit WaitReports(ControlConnections* connections) : connections_(connections) {}
 
   // Sends the waits of this rank, and the text of SetLocation, to the first rank with
   // each beat. A null `recorder` ends the sending.
   void ShareWaits(std::shared_ptr<Recorder> recorder);
   void SetLocation(const std::string& place);
-  // Returns the reports of the peers, by world rank. Later calls do not return the
-  // waits again.
+  // Returns the reports of the ranks that have sent one, by world rank. Later calls do
+  // not return the waits again.
   std::map<int, PeerWaits> TakeWaits();
 
   void SendWaits();  // called with each beat
   // Handles a message of type kWaits.
-  void HandleWaits(PeerState* state, const std::string& text);
+  void HandleWaits(int from, const std::string& text);
 
  private:
   ControlConnections* const connections_;
-  std::vector<PeerWaits> waits_;        // waits of each peer, by PeerState::index
+  std::map<int, PeerWaits> waits_;      // reports by rank
   std::shared_ptr<Recorder> recorder_;  // source of the waits of this rank, or null
   uint64_t shared_ = 0;                 // calls in recorder_ at the last report
   std::string where_;

@@ -1,0 +1,54 @@
+"""The standing graph: the pairs of ranks of a communicator that are always connected.
+
+A rank is connected to the ranks at distances of a power of two in both directions,
+modulo the number P of ranks. In a job with several hosts, it is also connected to all
+ranks of its host, and to ranks with its position on other hosts, at distances of a
+power of two between the hosts. So a rank has 2 log2(P) neighbours, or some more.
+
+Heartbeats use the graph (_native.Heartbeat): a rank watches its neighbours and passes
+the loss of a rank on to them. A loss reaches all ranks after log2(P) / 2 hops, and the
+graph stays connected if a sixteenth of the hosts is lost. Bosilca et al., "Failure
+detection and propagation in HPC systems", SC 2016, use the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def neighbours(rank: int, hosts: Sequence[int]) -> list[int]:
+    """Returns the ranks to which a rank is always connected, in increasing order.
+
+    Args:
+        rank: the rank, within the communicator.
+        hosts: the number of the host of each rank.
+
+    Example:
+        >>> neighbours(0, [0, 1, 2, 3, 4, 5, 6, 7, 8])
+        [1, 2, 4, 5, 7, 8]
+        >>> neighbours(4, [0, 0, 0, 1, 1, 1, 2, 2, 2])
+        [0, 1, 2, 3, 5, 6, 7, 8]
+        >>> len(neighbours(0, [0] * 256))
+        15
+    """
+    found = set(_at_powers(rank, range(len(hosts))))
+    by_host: dict[int, list[int]] = {}
+    for other, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(other)
+    own = by_host[hosts[rank]]
+    position = own.index(rank)
+    if len(by_host) > 1:
+        found.update(own)
+        lane = [ranks[position] for ranks in by_host.values() if position < len(ranks)]
+        found.update(_at_powers(lane.index(rank), lane))
+    found.discard(rank)
+    return sorted(found)
+
+
+def _at_powers(index: int, ranks: Sequence[int]) -> list[int]:
+    """Returns the items of `ranks` at distances of a power of two from `index`."""
+    found, distance = [], 1
+    while distance < len(ranks):
+        found += [ranks[(index + d) % len(ranks)] for d in (distance, -distance)]
+        distance *= 2
+    return found
