@@ -11,7 +11,7 @@
 namespace ringjax {
 namespace {
 
-// Bytes exchanged at a time, few enough to stay in the cache until they are combined.
+// The bytes that one exchange moves. They stay in the cache until they are combined.
 constexpr uint64_t kTileBytes = 1 << 20;
 
 struct Extent {
@@ -39,7 +39,8 @@ struct Level {
   }
 };
 
-// Returns the weight of a vector a in the sum: 1 - a.b / 2|a|^2, or 1 if |a| is zero.
+// Returns the weight of vector a in Adasum(a, b): 1 - a.b / 2|a|^2, or 1 if |a| is
+// zero.
 double Weight(double dot, double square) {
   if (square < std::numeric_limits<double>::min()) return 1;
   return 1 - dot / (2 * square);
@@ -104,7 +105,8 @@ class AdasumRun {
   std::byte* At(const Spans& spans, Extent part) const {
     return spans.At(part.offset * width_, part.count * width_).data;
   }
-  // Returns the peer's values of `part`, which lies in the half that this rank keeps.
+  // Returns the values of `part` that the peer has sent. `part` is in the half
+  // `level.keep`.
   const std::byte* Arrived(const Level& level, Extent part) const {
     return At(buffers_.scratch, {part.offset - level.keep.offset, part.count});
   }
@@ -123,8 +125,9 @@ class AdasumRun {
     return Execute(plan, buffers, a, frame_, endpoints_, waiter_);
   }
 
-  // Sends `give` of `from` and receives `take` into `to`, tile by tile. Calls
-  // before(tile) before it sends a tile, and after(tile) when it has received one.
+  // Sends the elements `give` of `from` and receives the elements `take` into `to`,
+  // tile by tile. Calls before(tile) before sending a tile, and after(tile) after
+  // receiving one.
   template <typename Before, typename After>
   Status Swap(int peer, Extent give, const Spans* from, Extent take, Slice to,
               Before before, After after) {
@@ -173,9 +176,9 @@ class AdasumRun {
       doubling.steps.push_back({StepKind::kSend, peer, {}, all});
       doubling.steps.push_back({StepKind::kRecvReduce, peer, all, all});
     }
-    // CMA is not used, because a send by CMA ends only when the peer has read the
-    // memory. Each rank of a pair receives into the memory that it sends, so both ranks
-    // would wait forever.
+    // This exchange does not use CMA, because a send by CMA ends only when the peer has
+    // read the memory. Both ranks of a pair receive into the memory that they send, so
+    // both would wait forever.
     return Move(doubling, Buffers{&numbers, &numbers, {}}, adding_, false);
   }
 
@@ -190,8 +193,8 @@ class AdasumRun {
     });
   }
 
-  // Combines the half of the last level and makes the first step of the allgather. Both
-  // have the same peer, so each tile is sent as soon as it is combined.
+  // Combines the half of the last level and makes the first step of the allgather. The
+  // two steps have the same peer, so each tile is sent as soon as it is combined.
   Status FinishLastLevel(const Level& level) {
     auto finish = [&](Extent tile) {
       Combine(level, tile);

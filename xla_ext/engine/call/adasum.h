@@ -37,8 +37,8 @@ constexpr uint64_t AdasumScratch(uint64_t count) { return (count + 1) / 2; }
 
 // Combines the tensors in buffers.in into buffers.out, which may be the same memory.
 // Tensor i has sizes[i] elements, at least one. All ranks end with the same bits,
-// because one rank computes each element and the others copy it. Adds the bytes that
-// this rank sends to `*sent_bytes`. Fails with the errors of Execute.
+// because one rank computes each element and the other ranks copy the result. Adds to
+// `*sent_bytes` the bytes that this rank sends. Fails with the errors of Execute.
 Status AllreduceAdasum(const Buffers& buffers, const std::vector<uint64_t>& sizes,
                        const Arithmetic& arithmetic, const Frame& frame,
                        const Endpoints& endpoints, Waiter* waiter,

@@ -113,7 +113,7 @@ Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
 }
 
 // Runs the dissemination rounds over links, beginning with the frame `mine`. Sets
-// `*agreed` to whether all ranks have sent equal fingerprints and none has refused.
+// `*agreed` to whether all fingerprints are equal and no rank has refused the call.
 Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter,
                    bool* agreed) {
   const int size = static_cast<int>(endpoints.links.size());
@@ -129,7 +129,8 @@ Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter,
   return OkStatus();
 }
 
-// Compares the frames of all peers in the shared segment with the frame of this rank.
+// Compares this rank's frame with the frames of all peers in the shared segment, and
+// sets `*agreed` to whether they fit.
 Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpoints,
                         bool* agreed) {
   SharedSegment& segment = *endpoints.segment;
@@ -148,7 +149,7 @@ Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpo
 // Agrees through the shared segment: every rank writes its frame and reads the frames
 // of all peers, which takes one exchange.
 //
-// Publish releases the frame and the inline data behind it, and Poll (in Await)
+// Publish releases the frame and the inline data after the frame, and Poll (in Await)
 // acquires the frame and the data of the peer. A slot is written again two turns later
 // at the earliest. In the turn between, its writer has waited for every peer, so no
 // peer still reads the slot.
@@ -170,7 +171,7 @@ struct Block {
 static_assert(sizeof(Block) == 512, "blocks are of one size");
 
 // Checks the frame of a peer in a round before the lengths in the frame are used. A
-// message and its piggybacked data must together fit into `most_inline` bytes.
+// message and the data sent with it must together fit into `most_inline` bytes.
 Status CheckRound(const Frame& got, const Frame& mine, uint64_t most_inline, int peer) {
   if (!got.SameStream(mine) || got.kind != mine.kind) return OutOfStep(got, mine, peer);
   const uint64_t most = got.attached > 0 ? most_inline : kMaxMessage;
@@ -179,7 +180,8 @@ Status CheckRound(const Frame& got, const Frame& mine, uint64_t most_inline, int
   return OkStatus();
 }
 
-// Copies piggybacked data into the inline slot, behind the message, if they fit there.
+// Copies the data that this rank sends with a round into the inline slot, after the
+// message, if they fit there.
 void PutPiggyback(const Piggyback& piggyback, SharedSegment* segment, std::byte* slot,
                   Frame* mine) {
   const size_t size = piggyback.own.size();

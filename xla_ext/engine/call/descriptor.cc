@@ -37,7 +37,7 @@ std::string_view Title(const std::vector<std::string>& texts) {
   return "?";
 }
 
-// Returns the lowest of the ranks that have the most frequent text.
+// Returns the lowest rank whose text is the most frequent one.
 int Reference(const std::vector<std::string>& texts) {
   int best = 0;
   long most = 0;

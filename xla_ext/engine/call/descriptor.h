@@ -18,9 +18,9 @@
 
 namespace ringjax {
 
-// The dimensions of a tensor. Up to six dimensions need no allocation, because in a
-// call with hundreds of tensors allocations would take most of the time to describe the
-// call.
+// The dimensions of a tensor. Up to six dimensions are stored without an allocation,
+// because allocations would dominate the cost of describing a call with hundreds of
+// tensors.
 class Dims {
  public:
   Dims() = default;
@@ -125,8 +125,8 @@ std::string_view Line(std::string_view lines, size_t number);
 // The most bytes of the text that a rank sends to explain its call after a mismatch.
 inline constexpr size_t kMaxText = 64 << 10;
 
-// Returns a text about a call, at most `limit` bytes: the operation, its options, and a
-// line for each tensor. Mismatch compares these texts line by line.
+// Describes a call in a text of at most `limit` bytes: the operation, its options, and
+// a line for each tensor. Mismatch compares these texts line by line.
 std::string Explain(const Call& call, size_t limit);
 
 // Returns the text that a rank sends in place of Explain if its own call is not valid.

@@ -35,7 +35,7 @@ constexpr uint64_t kReduceBlock = 32 << 10;
 // Copies of this many bytes, which exceed the caches, use non-temporal stores.
 constexpr uint64_t kPastCaches = 4 << 20;
 
-// -- a message on its way over a link ------------------------------------------------
+// -- the progress of a message over a link -------------------------------------------
 //
 // A message is a header, then the payload. If the receiver reads the payload by CMA
 // (transport/cma.h), a list of the pieces of the sender's memory that hold the payload
@@ -349,8 +349,9 @@ class PlanRun {
     return frame.kind == static_cast<uint16_t>(FrameKind::kCma);
   }
 
-  // Reads exposed bytes of a peer to their destination, or for a reduction into
-  // ReduceBlock(). Falls back to the ring buffer if the kernel refuses to read.
+  // Copies exposed bytes of a peer by CMA to their destination, or to ReduceBlock() if
+  // they are to be reduced. Falls back to the ring buffer if the kernel refuses to
+  // read.
   Status ReceiveByCma(Link* link, const PlannedStep& planned, uint64_t limit,
                       Message* m, bool* moved) {
     CmaEndpoint& cma = *link->cma();
@@ -413,7 +414,8 @@ class PlanRun {
     return OkStatus();
   }
 
-  // Reduces `n` received elements in the wire dtype into dst, from element `done` on.
+  // Reduces `n` received elements, which have the wire dtype, into dst, starting at
+  // element `done`.
   void Reduce(const Step& s, const std::byte* from, uint64_t done, uint64_t n) const {
     ForPairs(s, done, n, [&](std::byte* out, Span own) {
       Combine(out, own.data, from, own.bytes / width_, a_, s.first, s.last);
@@ -493,7 +495,7 @@ class PlanRun {
     return all;
   }
 
-  // Returns whether the step waits only for its link, and for no earlier step.
+  // Returns whether the step waits only for its link, and not for an earlier step.
   bool WaitsForLink(int index) const {
     const PlannedStep& planned = plan_.steps[index];
     const bool receives = planned.step.kind != StepKind::kSend;

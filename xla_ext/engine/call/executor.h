@@ -26,10 +26,10 @@ struct Endpoints {
   int rank = 0;
   double timeout = 0;      // seconds without progress until a call fails; 0 means never
   double stall_after = 1;  // seconds without progress until on_stall is called
-  // Called after each wait once nothing has moved for `stall_after` seconds. Receives
-  // the seconds without progress and the peers that the call waits for. `*end` is true
-  // on entry if `timeout` has passed. The call ends if the function fails, or if it
-  // returns with `*end` true.
+  // A function that is called after each wait if no data have moved for `stall_after`
+  // seconds. It receives the seconds without progress, the peers that the call waits
+  // for, and in `*end` whether `timeout` has passed. The call ends if the function
+  // fails, or if it returns with `*end` true.
   std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
 };
 
@@ -38,7 +38,7 @@ inline constexpr char kNotMoved[] = "has not moved any data";
 // Calls on_stall if there has been no progress for `endpoints.stall_after` seconds.
 // Must be called after each wait. `peers()` returns the ranks that the call waits for.
 // If the call must end (see on_stall), fails with kDeadlineExceeded, the text `what`
-// and the first of these ranks.
+// and the first rank of peers().
 template <typename Peers>
 Status CheckStall(const Endpoints& endpoints, const Waiter& waiter, Peers&& peers,
                   const char* what) {

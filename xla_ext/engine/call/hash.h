@@ -17,7 +17,7 @@ class Hash {
  public:
   void Add(uint64_t word) {
     const auto product = static_cast<unsigned __int128>(state_ ^ word ^ kOdd) * kFactor;
-    // The sum keeps the earlier words in the state even if the product is zero.
+    // Adding to the state keeps the earlier words even if the product is zero.
     state_ += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
   }
   void Add(double value) { Add(std::bit_cast<uint64_t>(value)); }

@@ -16,9 +16,9 @@ uint64_t Sum(std::span<const uint64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), uint64_t{0});
 }
 
-// The table in front of the bytes of an alltoall. Its words are: whether the bytes are
-// in the slot, the bytes that the rank sends to each rank, and the bytes that it
-// expects from each rank.
+// The table before the data of an alltoall. Its words are: whether the data are in the
+// slot, how many bytes the rank sends to each rank, and how many it expects from each
+// rank.
 class Table {
  public:
   static uint64_t Bytes(size_t size) { return (1 + 2 * size) * sizeof(uint64_t); }
@@ -99,7 +99,8 @@ void Gather(const Values& values, const Spans& out) {
   }
 }
 
-// Returns whether every rank expects as many bytes as every other rank sends to it.
+// Returns whether each rank expects exactly the bytes that every other rank sends to
+// it.
 bool TablesFit(const std::vector<Table>& tables) {
   for (size_t from = 0; from < tables.size(); ++from)
     for (size_t to = 0; to < tables.size(); ++to)

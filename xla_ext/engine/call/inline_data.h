@@ -55,8 +55,8 @@ Status ReadInline(const Problem& problem, const Arithmetic& a,
 int ReadPiggybacked(const Problem& problem, const Arithmetic& a, int rank,
                     std::span<const std::span<const std::byte>> given, Values* values);
 
-// Computes the result of this rank from `values`. All ranks reduce the same numbers in
-// the same order, so they end with the same bits.
+// Computes the result of this rank from `values`. All ranks reduce the same values in
+// the same order, so all results have the same bits.
 void FinishInline(const Problem& problem, const Arithmetic& a, const Values& values,
                   int rank, const Spans& out);
 

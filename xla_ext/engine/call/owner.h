@@ -15,10 +15,10 @@ class Owner {
   bool IsHere() const { return forks_ == Forks(); }
 
  private:
-  // Returns the number of forks since the first call of this function, which may have
-  // been in an ancestor. getpid would be a system call, a twentieth of the time of a
-  // short operation. Relaxed is enough, because only a new child writes the counter,
-  // while it has one thread.
+  // Returns how many forks lie between this process and the ancestor that first called
+  // Forks. This is cheaper than getpid, a system call that takes a twentieth of the
+  // time of a short operation. Relaxed order suffices, because only a new child writes
+  // the counter, while it has one thread.
   static int Forks() {
     static std::atomic<int> forks{0};
     [[maybe_unused]] static const int watched =

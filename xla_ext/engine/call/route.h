@@ -26,9 +26,10 @@
 
 namespace ringjax {
 
-// Bytes of the longest inline allreduce. Each rank reduces all elements, which up to
-// this length takes less time than a second exchange. For the other collectives the
-// size of an inline slot is the limit, at most 65 KiB (transport/shared_segment.cc).
+// The size in bytes of the longest inline allreduce. Each rank reduces all elements,
+// which up to this length takes less time than a second exchange. For the other
+// collectives the size of an inline slot is the limit, at most 65 KiB
+// (transport/shared_segment.cc).
 inline constexpr uint64_t kMaxInlineAllreduce = 16 << 10;
 
 // The size in bytes from which messages are read by CMA. For a shorter message, the

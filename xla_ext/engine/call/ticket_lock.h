@@ -1,9 +1,9 @@
-// A ticket lock: callers are served in the order in which they took tickets.
+// TicketLock: serves callers in the order in which they took tickets.
 //
 // Mellor-Crummey and Scott, "Algorithms for scalable synchronization on shared-memory
-// multiprocessors", ACM TOCS 9(1), 1991. Unlike theirs, a waiting caller sleeps on a
-// condition variable and does not spin, because a call may last for seconds. The fast
-// path takes one mutex.
+// multiprocessors", ACM TOCS 9(1), 1991. Unlike in that lock, a waiting caller sleeps
+// on a condition variable and does not spin, because a call may last for seconds.
+// Without contention, a caller only locks a mutex.
 #pragma once
 
 #include <chrono>
@@ -29,8 +29,8 @@ class TicketLock {
   // Wait and Leave.
   uint64_t Take();
   // Waits until the ticket is served. Calls `stop` before each sleep, without holding
-  // the mutex. If `stop` fails, returns its error. The ticket is then lost, and later
-  // tickets are never served.
+  // the mutex. If `stop` fails, returns the error of `stop`. The ticket is then lost,
+  // and later tickets are never served.
   Status Wait(uint64_t ticket, const std::function<Status()>& stop);
   void Leave();    // serves the next ticket
   void WakeAll();  // makes all waiting callers call `stop` again
@@ -42,7 +42,7 @@ class TicketLock {
   uint64_t next_ = 0, serving_ = 0, woken_ = 0;
 };
 
-// Leaves the lock at the end of a scope, however the scope ends.
+// Calls Leave at the end of a scope, even if an exception ends the scope.
 class TicketLockGuard {
  public:
   explicit TicketLockGuard(TicketLock* lock) : lock_(lock) {}

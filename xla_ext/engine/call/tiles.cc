@@ -20,17 +20,17 @@ constexpr uint64_t kStrip = 8 << 10;
 // results larger than the caches would evict the data of the next tile.
 constexpr uint64_t kNonTemporalResult = 8 << 20;
 
-// One strip in the wire's element type. Values are converted and scaled here before
-// they go to the segment, so that the copier (AdaptiveCopier) can choose how to store
-// them.
+// Memory for one strip in the wire's element type. Values are converted and scaled here
+// before they go to the segment, so that the copier (AdaptiveCopier) can choose how to
+// store them.
 alignas(64) thread_local std::byte scratch[kStrip];
 
 struct Range {
   uint64_t begin, end;  // elements of the message
 };
 
-// The layout of a message in the slots. All ranks compute the layout from the same
-// arguments, so it is equal on all ranks.
+// The layout of a message in the slots. All ranks compute it from the same arguments,
+// so the layout is equal on all ranks.
 struct Tiling {
   uint64_t tile = 0;   // elements of a tile that belong to one block (see Layout)
   uint64_t tiles = 0;  // tiles of the message
@@ -124,8 +124,8 @@ class TilePipeline {
         if (ready) {
           Reduce(reduced++);
           segment_.Publish(SharedSegment::kReduced, base_ + reduced);
-          // Without a third phase the tile is finished here. Therefore the three
-          // counters are always equal between two messages.
+          // Without a copy-out phase, the tile is finished after the reduction. So the
+          // three counters are always equal between two messages.
           if (!copies_out_)
             segment_.Publish(SharedSegment::kFinished, base_ + ++finished);
         }
@@ -154,8 +154,8 @@ class TilePipeline {
       RJ_TRY(CheckStall(
           endpoints_, *waiter_, [this] { return std::vector{late_peer_}; }, kNotMoved));
     }
-    // Only a finished message moves the cursor: after an abort, CopyOutRetained must
-    // find the same slots again.
+    // Only a finished message moves the cursor, because after an abort CopyOutRetained
+    // must find the same slots again.
     segment_.AdvanceCursor(tiles_ * slot_);
     return OkStatus();
   }
@@ -216,7 +216,8 @@ class TilePipeline {
   const uint64_t tile_, tiles_, slot_, slots_;  // see Tiling
 
  private:
-  // Sets `*ready` to whether all peers have counted `tiles` tiles of this message.
+  // Sets `*ready` to whether `counter` of every peer has counted `tiles` tiles of this
+  // message.
   Status AllHave(SharedSegment::Counter counter, uint64_t tiles, bool* ready) {
     return AllReached(counter, base_ + tiles, ready);
   }
@@ -251,8 +252,8 @@ class TilePipeline {
   }
 
   // Returns the largest value that the counter of a correct peer can have, given this
-  // rank's own counters: it follows from the table of the flow control. A greater value
-  // means that the shared segment is damaged.
+  // rank's own counters: this follows from the rules of the flow control (see
+  // TilePipeline). A greater value means that the shared segment is damaged.
   uint64_t UpperBound(SharedSegment::Counter counter) const {
     if (counter == SharedSegment::kCopiedIn)
       return segment_.own(SharedSegment::kReduced) + slots_;
@@ -299,7 +300,7 @@ class AllreducePipeline : public TilePipeline {
   }
 
   // Calls visit(range) for the elements of the tile that other ranks own: the range
-  // before the part of this rank and the range behind it, if they are not empty.
+  // before the part of this rank and the range after that part, unless empty.
   template <typename Visit>
   void ForPeersParts(Range tile, Visit visit) const {
     const Range own = Part(tile, rank_);
@@ -456,7 +457,8 @@ uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,
                                const SharedSegment& segment) {
   const Tiling tiling = Layout(count, 1, arithmetic, segment);
   if (tiling.tiles > tiling.slots) return 0;
-  // Between messages the three counters are equal, so any of them is the base.
+  // Between messages the three counters are equal, so any counter can serve as the
+  // base.
   return segment.own(SharedSegment::kFinished) + tiling.tiles;
 }
 

@@ -54,8 +54,8 @@ Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>&
 //
 // If an allreduce uses every slot at most once, all results stay in the segment until
 // the next call. A resilient communicator then needs no barrier at the end of the call:
-// once every rank has reduced its parts, every rank can finish alone, even if a peer is
-// lost and the communicator is aborted meanwhile.
+// once every rank has reduced its parts, every rank can complete the call alone, even
+// if a peer is lost and the communicator is aborted meanwhile.
 
 // Returns the value that the counter kReduced of every rank will have once all results
 // of an allreduce that begins now are in the segment, or 0 if some slot would be used

@@ -53,7 +53,7 @@ class InterruptsAfter {
   static inline thread_local double allowed_after = 0;
 };
 
-// The waits of one thread. Not thread-safe. Must not outlive `doorbell` and `aborted`.
+// Makes one thread wait. Not thread-safe. Must not outlive `doorbell` and `aborted`.
 class Waiter {
  public:
   // A link or a shared segment to arm before sleeping, and the directions in which the

@@ -65,14 +65,15 @@ class CallCompletion {
   // can complete the call alone.
   Status End(const Call& call, const Status& outcome, Barrier barrier,
              const Frame& frame, Waiter* waiter, CallAttempt* attempt);
-  // Ends a call that has failed on this rank.
+  // Ends a call that has failed on this rank. Sets the stop flag of this rank if other
+  // ranks could complete the call alone.
   void EndFailed(CallAttempt* attempt);
   // Implements Communicator::CompleteCommitted.
   Status CompleteCommitted(const Call& call, const CallAttempt& attempt) const;
 
  private:
-  // Waits until the call has ended in all replica sets. Returns `outcome`, or the
-  // failure of another set.
+  // Waits until the call has ended in all replica sets. Returns `outcome`, or the error
+  // of another replica set in which the call failed.
   Status EndEverywhere(const Call& call, const Status& outcome);
   // Returns a rank whose stop flag is set, or -1.
   int StoppedRank(const CallAttempt& attempt) const;

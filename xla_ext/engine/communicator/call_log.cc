@@ -43,7 +43,7 @@ void CallLog::EndedAtAgreement(const Call& call, Code outcome) {
 void CallLog::Record(const Call& call, Clock::time_point end, Code outcome) {
   const CommunicatorOptions& options = state_.options;
   event_.done = end;
-  // An eager lane records its operations itself.
+  // An eager lane records its own operations (LaneRecord::Report).
   if (!options.recorder || options.eager || trial_) return;
   if (options.device_index > 0 && outcome == Code::kOk)
     return options.recorder->AddBytes({options.process_set, false, call.op},

@@ -33,7 +33,7 @@ class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}
 
-  // -- the current call --------------------------------------------------------------
+  // -- functions for the thread that runs a call -------------------------------------
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
@@ -59,10 +59,10 @@ class CallLog {
   // that world rank, or -1 if the call waits for no particular rank.
   void SetWaiting(std::string text, int rank);
   void ClearWaiting();
-  // The event of the last call.
+  // Returns the event of the last call.
   const Event& event() const { return event_; }
 
-  // -- diagnostics -------------------------------------------------------------------
+  // -- diagnostics for any thread ----------------------------------------------------
 
   // Returns the reply of this rank to a straggler probe.
   CallTrace trace() const;
@@ -76,7 +76,7 @@ class CallLog {
   void Restart(bool trial);
 
  private:
-  // Sets last_ and clears waiting_; needs mutex_.
+  // Sets last_ and clears waiting_. The caller holds mutex_.
   void SetLast(const Call& call, Event::Clock::time_point end);
 
   const CommState& state_;

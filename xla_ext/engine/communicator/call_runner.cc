@@ -136,8 +136,8 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
   if (valid.ok() && requests.empty() && !state_.options.end_barrier)
     attempt->source = Source::kNotNeeded;
-  // An alltoall has no `agreed` value, because its ranks may agree twice, and the first
-  // agreement would already reach the value.
+  // `agreed` stays 0 for an alltoall, because its ranks may agree twice, and the
+  // counter would reach the value in the first agreement.
   SharedSegment* const segment = state_.endpoints.segment.get();
   if (segment && attempt->source != Source::kNone && call.op != Collective::kAlltoall)
     attempt->agreed = state_.endpoints.segment->own(SharedSegment::kAgreed) + 1;
@@ -271,8 +271,8 @@ Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* wait
   }
   const Status done = Execute(plan, request->buffers, request->arithmetic, frame,
                               state_.endpoints, waiter);
-  // A peer that has invalidated its exposed bytes is not the culprit: its own call has
-  // failed, and the reason arrives here as an abort a moment later.
+  // A peer that has invalidated its exposed bytes is not to blame: the call has failed
+  // on that peer, and the reason arrives on this rank as an abort a moment later.
   if (HasInvalidated(done.rank())) failures_.AwaitReason();
   return done;
 }

@@ -29,8 +29,8 @@ CommState::CommState(CommunicatorOptions given,
   const auto& host = options.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
   // hardware_concurrency counts the CPUs of the machine, and not only the CPUs to which
-  // this process is bound. That is right, because a launcher that binds ranks gives
-  // each rank CPUs of its own.
+  // this process is bound. That is the right count, because a launcher that binds ranks
+  // gives each rank CPUs of its own.
   oversubscribed = neighbours > static_cast<long>(std::thread::hardware_concurrency());
 }
 
@@ -76,7 +76,7 @@ Status AbortState::CheckShutdowns(uint64_t sequence) const {
   if (early == shut_down_.end()) return OkStatus();
   const auto at = std::find(world_ranks_.begin(), world_ranks_.end(), early->first) -
                   world_ranks_.begin();
-  // The text asks about the most frequent cause: ranks with unequal numbers of batches.
+  // The message asks about the most frequent cause: ranks with unequal batch counts.
   return Status(Code::kUnavailable,
                 "has shut down before this call (its program has ended, or called "
                 "shutdown); have all ranks equally many batches?",

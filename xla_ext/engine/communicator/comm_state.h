@@ -52,11 +52,11 @@ struct CommunicatorOptions {
   // Whether the communicator belongs to an eager lane. The lane records its operations
   // itself, so the communicator records no calls.
   bool eager = false;
-  // Set for a replica set of an elastic job, whose replica sets all make the same
-  // calls: a communicator of the ranks of all replica sets. Every call ends with a
-  // barrier on it, so that a call that fails in one set fails in all sets. Therefore a
-  // rank never completes a call from the shared segment of its set alone. This
-  // communicator is static and serves no other calls.
+  // For a replica set of an elastic job, the communicator of the ranks of all replica
+  // sets, which all make the same calls. Every call ends with a barrier on
+  // `end_barrier`, so that a call that fails in one set fails in all sets. Therefore a
+  // rank never completes a call from the shared segment of its set alone. `end_barrier`
+  // is static and serves no other calls.
   std::shared_ptr<Communicator> end_barrier;
 };
 
@@ -79,7 +79,8 @@ class AbortState {
   bool Abort(const Status& status);
   Status status() const;
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
-  // The abort flag, for a Waiter and for the seq_cst load in CallRunner::Guarded.
+  // Returns the abort flag, for a Waiter and for the seq_cst load in
+  // CallRunner::Guarded.
   const std::atomic<bool>& flag() const { return aborted_; }
   // Waits until some thread aborts the communicator, but at most `limit`.
   void Await(std::chrono::milliseconds limit) const;
@@ -130,7 +131,7 @@ struct CommState {
   // A ResilientComm with this communicator as its only epoch. It orders the calls that
   // run in this epoch only: the calls of an eager lane, the calls of a device, and all
   // calls before the communicator is installed in `resilient`. The abort of the
-  // communicator ends it.
+  // communicator ends `own`.
   const std::shared_ptr<ResilientComm> own;
   // The ResilientComm of which this communicator is an epoch; `own` in a static job.
   const std::shared_ptr<ResilientComm> resilient;

@@ -17,7 +17,7 @@ Communicator::~Communicator() {
   Abort(Status(Code::kUnavailable, "the communicator was shut down"));
 }
 
-// -- calls ---------------------------------------------------------------------------
+// -- running calls -------------------------------------------------------------------
 
 ResilientComm& Communicator::order() const {
   return epoch_index() > 0 ? *state_.resilient : *state_.own;
@@ -44,7 +44,7 @@ Status Communicator::Compare(const Call& call, const Status& local_check,
                         [&] { return runner_.Compare(call, local_check, refused); });
 }
 
-// -- as an epoch of a ResilientComm --------------------------------------------------
+// -- the interface of an epoch to its ResilientComm ----------------------------------
 
 void Communicator::OnInstalled(uint64_t epoch_index) {
   state_.progress->Installed();
@@ -85,7 +85,7 @@ Status Communicator::Quiesce(double seconds, ProgressReport* report) {
   return OkStatus();
 }
 
-// -- diagnostics ---------------------------------------------------------------------
+// -- diagnostics and settings --------------------------------------------------------
 
 void Communicator::SetCostModel(const CostModel& cost, const std::string& algorithm,
                                 bool trial) {

@@ -45,7 +45,7 @@
 
 namespace ringjax {
 
-// This rank's end of a communicator. The comment at the top of this file lists its
+// A communicator on this rank. The comment at the top of this file lists the
 // guarantees.
 //
 // All users (Python, the registry, the eager lanes and others) share the ownership,
@@ -57,9 +57,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   // links[r] leads to rank r and is null for this rank. `segment` requires that all
   // ranks are on one host; either every rank has one, or no rank. With `resilient`,
-  // this communicator becomes an epoch of that object when it is installed there; calls
-  // before that moment run here and are never repeated. Without `resilient`, this
-  // communicator is static: the only epoch of a ResilientComm of its own.
+  // this communicator becomes an epoch of `resilient` when it is installed there; calls
+  // before that moment are never repeated. Without `resilient`, this communicator is
+  // static: the only epoch of its own ResilientComm.
   Communicator(CommunicatorOptions options, std::vector<std::unique_ptr<Link>> links,
                std::unique_ptr<Doorbell> doorbell,
                std::unique_ptr<SharedSegment> segment = nullptr,
@@ -73,12 +73,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   const CommunicatorOptions& options() const { return state_.options; }
   std::string Prefix() const { return state_.Prefix(); }
 
-  // -- calls -------------------------------------------------------------------------
+  // -- running calls -----------------------------------------------------------------
 
-  // Runs one call on this thread and returns when its results are in place. The call
-  // runs in the current epoch, even if `this` is an earlier epoch, and runs again in
-  // the next epoch if the current one ends before the call is committed. `*epoch`
-  // receives the epoch in which the call completed.
+  // Runs one call on this thread, and returns when the results are in their buffers.
+  // The call runs in the current epoch, even if `this` is an earlier epoch, and runs
+  // again in the next epoch if the current one ends before the call is committed.
+  // `*epoch` receives the epoch in which the call completed.
   Status Run(const Call& call, uint32_t* epoch = nullptr);
 
   // Run, split into two functions. TakeTicket fixes the position of the call in the
@@ -126,14 +126,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   Rounds& rounds() { return rounds_; }  // only an eager lane uses rounds
 
-  // -- as an epoch of a ResilientComm ------------------------------------------------
+  // -- the interface of an epoch to its ResilientComm --------------------------------
 
   const std::shared_ptr<ResilientComm>& resilient() const { return state_.resilient; }
-  // Position of this communicator among the epochs of its ResilientComm, from 1. It is
-  // 0 until the communicator is installed, and always in a static job. In contrast,
-  // epoch() is the index of the job's epoch, which all communicators share.
+  // The index, from 1, of this communicator among the epochs of its ResilientComm. The
+  // index is 0 until the communicator is installed, and always in a static job. In
+  // contrast, epoch() is the index of the job's epoch, which all communicators share.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
-  // Called by the ResilientComm. Progress reports do not count calls before this one.
+  // Called by the ResilientComm when it installs this epoch. Progress reports do not
+  // count the calls before.
   void OnInstalled(uint64_t epoch_index);
   // The progress of the calls in this epoch, which this rank reports after an abort.
   // The object may outlive the communicator.
@@ -153,7 +154,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // with kFailedPrecondition if the communicator was not aborted.
   Status Quiesce(double seconds, ProgressReport* report);
 
-  // -- failure -----------------------------------------------------------------------
+  // -- aborts and shutdowns ----------------------------------------------------------
 
   // Makes the pending call and every later call fail with `status`, whose rank is a
   // world rank. Only the first abort sets the status.
@@ -163,9 +164,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Status abort_status() const { return state_.abort.status(); }
   bool aborted() const { return state_.abort.aborted(); }
   // Aborts and notifies the peers. `culprit` is the world rank to blame, or -1 for this
-  // rank, which then takes part in no later epoch. `what` is a predicate of the
-  // culprit: "was interrupted". After an earlier abort, the function only ends the
-  // ResilientComm, and only for culprit -1.
+  // rank, which then takes part in no later epoch. `what` is a predicate that says what
+  // the culprit did: "was interrupted". If the communicator was aborted before, only
+  // ends the ResilientComm, and only if `culprit` is -1.
   void AbortAndNotifyPeers(Code code, const std::string& what, int culprit = -1) {
     failures_.AbortAndNotifyPeers(code, what, culprit);
   }
@@ -176,7 +177,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
     state_.abort.OnPeerShutdown(world_rank, finished);
   }
 
-  // -- diagnostics -------------------------------------------------------------------
+  // -- diagnostics and settings ------------------------------------------------------
 
   HeartbeatClient& heartbeat() { return heartbeat_; }
   CallLog& log() { return log_; }

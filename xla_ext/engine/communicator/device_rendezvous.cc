@@ -56,7 +56,8 @@ class ThreadPool {
 
 ThreadPool& pool = *new ThreadPool;
 
-// The parts of a group, by the index of their device in Part::devices.
+// The parts of a group. The index of a part is the index of its device in
+// Part::devices.
 using PartsByDevice = std::vector<Part*>;
 
 Status CheckSameCall(const Part& a, const Part& b) {
@@ -102,7 +103,7 @@ Call CombinedCall(const PartsByDevice& by_device,
   return call;
 }
 
-// Copies the results to the devices whose copies were not sent.
+// Copies the results to the devices that hold a shard but did not send it.
 void CopyResults(const PartsByDevice& by_device,
                  const std::vector<std::vector<size_t>>& holders) {
   const size_t n = by_device.size();
@@ -176,7 +177,7 @@ DeviceRendezvous::~DeviceRendezvous() {
     const Status status(Code::kUnavailable, part.communicator->Prefix() +
                                                 part.call.Title() +
                                                 ": the communicator was shut down");
-    // `done` may block, so it does not run on this thread, which may be any thread.
+    // Part::done may block, so it runs on a pool thread and not on this thread.
     for (Part& each : group.parts)
       pool.Run([done = std::move(each.done), status] { done(status); });
   }

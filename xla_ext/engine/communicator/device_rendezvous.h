@@ -42,7 +42,8 @@ struct Part {
   // shards[t * devices.size() + d] is the index of the shard of tensor t that
   // devices[d] holds. Devices with the same index hold equal data.
   std::vector<int64_t> shards;
-  // Called once. If the status is ok, the results are in place.
+  // Called once, with the status of the call. If it is ok, the buffers have the
+  // results.
   std::function<void(const Status&)> done;
   // Runs the combined call, once, after the parts of all devices have arrived. If
   // `body` is empty, the communicator runs the call itself. If `wants_turn` is set,

@@ -67,8 +67,8 @@ bool FailureReport::TryAbort(const Status& blame) const {
   if (state_.abort.aborted()) return false;
   Code code = blame.code() == Code::kInternal ? Code::kUnavailable : blame.code();
   const bool own = blame.rank() == state_.world_rank();
-  // An elastic job continues without the culprit. kUnavailable makes callers wait for
-  // the next epoch.
+  // An elastic job continues without the rank to blame. kUnavailable makes callers wait
+  // for the next epoch.
   if (state_.repairs && !own) code = Code::kUnavailable;
   const Status status = Sentence({code, blame.message(), blame.rank()});
   if (!state_.abort.Abort(status)) return false;
@@ -80,7 +80,7 @@ bool FailureReport::TryAbort(const Status& blame) const {
 void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
                                         int culprit) const {
   const Status blame(code, what, culprit < 0 ? state_.world_rank() : culprit);
-  // The other ranks may continue in the next epoch; this rank must not.
+  // The other ranks may continue in the next epoch, but this rank must not.
   if (!TryAbort(blame) && culprit < 0) state_.resilient->End(Sentence(blame));
 }
 

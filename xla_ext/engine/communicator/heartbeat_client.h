@@ -15,7 +15,7 @@
 
 namespace ringjax {
 
-// A barrier before ranks free memory that NCCL shares between ranks.
+// A barrier that ranks pass before they free memory that NCCL shares between ranks.
 //
 // A rank that aborts NCCL frees memory that kernels of other ranks of the host may
 // still use. So each rank first announces that it is ready to abort, and waits, for a
@@ -68,8 +68,8 @@ class HeartbeatClient {
   // kMaxProbed members: ranks that are known to be late come first, then the members
   // `peers`, then all others. Returns immediately.
   void ProbeCall(const std::vector<int>& peers, const std::string& what) const;
-  // Sends a straggler probe to members, by world rank, about an operation of the eager
-  // lane, which `what` describes. Returns immediately.
+  // Sends a straggler probe about an operation of the eager lane, which `what`
+  // describes, to the members `world_ranks`. Returns immediately.
   void ProbeOperation(uint64_t operation, const std::vector<int>& world_ranks,
                       const std::string& what) const;
   // Returns the replies to the last probe that have arrived so far.

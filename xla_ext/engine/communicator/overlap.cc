@@ -161,7 +161,8 @@ Status Overlap::Done(const Call& call, int64_t site) {
            call.tensors[i].bytes() == job->call.tensors[i].room;
   if (status.ok() && !fits) status = SizeError(call, site);
   if (status.ok()) {
-    // Copies without the lock, which the engine thread needs for the next bucket.
+    // Release the lock while copying, because the engine thread needs it for the next
+    // bucket.
     job->copied = true;
     lock.unlock();
     for (size_t i = 0; i < call.tensors.size(); ++i) {

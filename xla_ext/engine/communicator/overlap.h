@@ -3,9 +3,9 @@
 // START copies the tensors into memory of the engine and returns. DONE waits for the
 // results and copies them out. The copies are necessary, because XLA skips DONE and
 // frees the program's buffers, while bytes are still moving, if another part of a
-// compiled program fails between START and DONE. The size of the overlap window is
-// fixed when a program is compiled. The engine keeps that much memory for all training
-// steps.
+// compiled program fails between START and DONE. The number of bytes between START and
+// DONE is fixed when a program is compiled. The engine keeps that much memory for all
+// training steps.
 //
 // In an elastic job, all buckets of a chain in one training step must be averaged over
 // the same ranks. So the engine keeps the inputs in addition to the results, and runs
@@ -42,14 +42,14 @@ class Overlap {
   explicit Overlap(std::shared_ptr<Communicator> communicator);
   ~Overlap();
 
-  // Uses `next`, the next epoch of the same ResilientComm, for all later jobs.
+  // Uses `next`, the next epoch of the same ResilientComm, for all later calls.
   void Follow(std::shared_ptr<Communicator> next);
 
   // Begins a training step of the chain of `site`. If DONE has not collected a bucket
-  // of the previous step, that step has failed half way on this rank only, and Begin
-  // aborts the communicator. But if a call of the previous step has failed on all ranks
-  // of an elastic job, Begin waits for the calls of that step to end and drops their
-  // results.
+  // of the previous step, the program has failed between START and DONE on this rank
+  // only, and Begin aborts the communicator. But if a call of the previous step has
+  // failed on all ranks of an elastic job, Begin waits for the calls of that step to
+  // end and drops their results.
   void Begin(int64_t site);
 
   // Copies the tensors of `call`, an allreduce, and queues the call under `site`.
@@ -63,13 +63,13 @@ class Overlap {
   // kFailedPrecondition if there was no START.
   Status Done(const Call& call, int64_t site);
 
-  // Returns how many seconds callers of Done have waited in all: the time of the
-  // communication that no computation has hidden.
+  // Returns how many seconds callers of Done have waited in all: the communication time
+  // that no computation has hidden.
   double exposed() const;
 
  private:
-  // One bucket between its START and its DONE. (The "elastic job" of the comments is
-  // another thing: the ranks that ringrun has started.)
+  // One bucket between START and DONE. (Not the "elastic job" of other comments, which
+  // means the ranks that ringrun has started.)
   struct Job {
     Call call;                            // its tensors lie in `block` or `beyond`
     std::string name, names, partition;   // the texts of `call`
@@ -100,7 +100,7 @@ class Overlap {
   // Waits until no thread uses the jobs that `old` selects, and releases their memory.
   template <typename Old>
   void ReleaseWhenDone(Old&& old, std::unique_lock<std::mutex>* lock);
-  // Sets `job` to the same call as `call`, with tensors in memory of the engine.
+  // Copies `call` to `job->call`, with tensors in memory of the engine.
   void SetJob(const Call& call, int64_t site, uint64_t in_flight, Job* job);
   void Release(Job* job);
   Status SizeError(const Call& call, int64_t site) const;

@@ -16,7 +16,7 @@
 namespace ringjax {
 
 // A route and the plan of its schedule. A route of kind kTiles has a plan, too, which
-// runs if the results do not fit the tiles.
+// runs if a tile has too few cache lines for all ranks.
 struct Planned {
   Route route;
   Plan plan;
@@ -29,7 +29,8 @@ class Planner {
  public:
   explicit Planner(const CommState& state) : state_(state) {}
 
-  // Returns whether the data of a call with these requests travel with the agreement.
+  // Returns whether the data of a call with these requests are exchanged with the
+  // agreement.
   bool IsInline(const std::vector<Request>& requests) const;
   // Returns the route and the plan of a request that is not inline. The pointer is
   // valid until the next PlanFor, which may clear a full cache.

@@ -17,20 +17,20 @@ struct ProgressReport {
   bool repeatable = true;  // the call that was running, if any, still has its inputs
 };
 
-// Thread-safe. The thread that serves a call writes the progress. After an abort, the
+// Thread-safe. The thread that runs a call writes the progress. After an abort, the
 // reporting thread waits with AwaitInactive and then calls Read. The counters may be
 // relaxed, because they are stored before End, and AwaitInactive returns true only
 // after End.
 class Progress {
  public:
-  // Marks that a call may change the report. The call stores this mark and then loads
-  // the abort flag (CallRunner::Guarded). The reporting thread loads the mark
-  // (AwaitInactive) after the abort has stored the flag. All four accesses are seq_cst,
-  // so either the call sees the abort, or AwaitInactive sees the mark and waits for the
-  // call.
+  // Marks that a call may change the progress report. The call stores this mark and
+  // then loads the abort flag (CallRunner::Guarded). The reporting thread loads the
+  // mark (AwaitInactive) after the abort has stored the flag. All four accesses are
+  // seq_cst, so either the call sees the abort, or AwaitInactive sees the mark and
+  // waits for the call.
   void Begin() { active_.store(true, std::memory_order_seq_cst); }
-  // Clears the mark, and then calls `aborted`. In the opposite order, an abort between
-  // the two would leave AwaitInactive waiting without a notification.
+  // Clears the mark of Begin, and then calls `aborted`. In the opposite order, an abort
+  // between the two would leave AwaitInactive waiting without a notification.
   template <typename Aborted>
   void End(Aborted&& aborted) {
     active_.store(false, std::memory_order_seq_cst);
@@ -39,7 +39,7 @@ class Progress {
     stopped_.notify_all();
   }
 
-  // Called by the thread that serves a call. BeginNext gives the call its sequence
+  // Called by the thread that runs a call. BeginNext gives the call its sequence
   // number.
   void BeginNext() { begun_.store(sequence() + 1, std::memory_order_relaxed); }
   uint64_t sequence() const { return begun_.load(std::memory_order_relaxed); }

@@ -20,7 +20,7 @@ Status GivenUpError(const CommitDecision& decision) {
 
 }  // namespace
 
-// -- epochs --------------------------------------------------------------------------
+// -- installing and ending epochs ----------------------------------------------------
 
 Status ResilientComm::Install(std::shared_ptr<Communicator> next,
                               CommitDecision decision) {
@@ -103,7 +103,7 @@ ResilientComm::Change ResilientComm::Changes(uint64_t from, uint64_t to) const {
   return all;
 }
 
-// -- calls ---------------------------------------------------------------------------
+// -- running calls -------------------------------------------------------------------
 
 Status ResilientComm::AwaitTurn(const FailureReport& caller, uint64_t ticket,
                                 const Call& call) {
@@ -207,7 +207,7 @@ Status ResilientComm::RunInEpochs(Communicator& caller, const Call& call,
   }
 }
 
-// Removes one of the failures that Install has scheduled, because a call has failed.
+// Removes one failure that Install has scheduled, because a call has failed instead.
 void ResilientComm::CancelScheduledFailure() {
   std::lock_guard lock(mutex_);
   failing_ = std::max(failing_ - 1, 0);
@@ -263,7 +263,7 @@ void ResilientComm::Between(const std::function<void()>& body) {
   body();
 }
 
-// -- a lane --------------------------------------------------------------------------
+// -- functions for the eager lane ----------------------------------------------------
 
 Status ResilientComm::AwaitDecision(uint64_t number, uint64_t sequence) {
   CommitDecision decision;

@@ -62,12 +62,13 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Whether another epoch may follow an epoch that has ended.
   bool repairs() const { return repairs_; }
 
-  // -- for the recovery, which forms epochs ------------------------------------------
+  // -- functions for the recovery, which installs epochs -----------------------------
 
   // Makes `next`, which was constructed with this ResilientComm, the current epoch.
-  // `decision` is about the previous epoch, and is ignored for the first epoch. `next`
-  // is null for an epoch in which this rank did not take part but whose commit decision
-  // it has received; then another epoch follows. Fails if this ResilientComm has ended.
+  // `decision` is about the previous epoch, and is ignored for the first epoch. Pass
+  // null for `next` if this rank has received the commit decision but does not take
+  // part in the next epoch; then another epoch follows. Fails if this ResilientComm has
+  // ended.
   //
   // If `decision.repeats` is false, call `finished` + 1 fails on all ranks. On a rank
   // that has not made this call yet, its next call fails instead, unless Resume is
@@ -130,8 +131,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // not. Fails as AwaitNextEpoch does if no decision arrives.
   Status AwaitDecision(uint64_t index, uint64_t sequence);
 
-  // The current epoch; null before the first epoch, after End, or if this rank does not
-  // take part in the current epoch.
+  // Returns the current epoch, or null before the first epoch, after End, or if this
+  // rank does not take part in the current epoch.
   std::shared_ptr<Communicator> current() const;
   // Index of the current epoch, which equals the number of epochs so far.
   uint64_t epoch_index() const { return epoch_index_.load(std::memory_order_acquire); }
@@ -149,7 +150,8 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   // Reads the current epoch. If Install has scheduled a failure, sets `end` to it and
   // decrements failing_.
   Snapshot TakeSnapshot();
-  // Waits until the ticket is served. An error is the result of the call.
+  // Waits until the ticket is served. If AwaitTurn fails, the call fails with this
+  // error.
   Status AwaitTurn(const FailureReport& caller, uint64_t ticket, const Call& call);
   // Runs a call, whose ticket is served, in one epoch after the other until it
   // completes or fails. `called_in` is the index of the epoch in which the call was
@@ -173,7 +175,7 @@ class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
   TicketLock ticket_lock_;
   std::atomic<uint64_t> epoch_index_{0};  // written under mutex_
 
-  // Guards all below. Comes before the locks of a Communicator in the lock order.
+  // Guards all members below. Must be locked before any lock of a Communicator.
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::weak_ptr<Communicator> current_;

@@ -42,11 +42,12 @@ class Rounds {
   Status Exchange(const std::string& own, std::vector<std::string>* all,
                   Piggyback* piggyback = nullptr);
 
-  // Returns whether a finished round is as final as a finished call, because no epoch
-  // can follow. If not, some ranks may continue without the messages of the round.
+  // Returns whether all ranks rely on a finished round as on a finished call, because
+  // no epoch can follow. If false, some ranks may continue without the messages of the
+  // round.
   bool final() const { return !state_.repairs; }
-  // Returns whether the data of an operation may be piggybacked on a round. That
-  // requires final rounds, a shared segment and no forced algorithm.
+  // Returns whether the data of an operation may be sent with a round. That requires
+  // final rounds, a shared segment and no forced algorithm.
   bool CanPiggyback(Collective op) const {
     return final() && state_.endpoints.segment && planner_.Forced(op).empty();
   }

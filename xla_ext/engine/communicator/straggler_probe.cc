@@ -37,7 +37,7 @@ std::string Printable(std::string_view text, size_t limit) {
 }
 
 bool StallPolicy::MustProbe(double seconds, double warning, double limit) {
-  // If the wait is shorter than at the last call, data have moved and a new wait began.
+  // If the wait is shorter than at the last MustProbe, a new wait has begun.
   if (seconds < last_) probed_ = -1;
   last_ = seconds;
   const double soon = limit - std::min(kEarly, limit / 2);

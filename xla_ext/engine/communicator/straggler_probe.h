@@ -72,7 +72,7 @@ std::string Printable(std::string_view text, size_t limit);
 
 // Decides when a waiting rank sends probes, prints warnings, and stops waiting for
 // replies. All times are seconds since the wait began. A `warning` or `limit` of 0
-// means that there is none.
+// means no warning or no limit.
 class StallPolicy {
  public:
   // Returns whether to send probes now, and records that they were sent. True once for

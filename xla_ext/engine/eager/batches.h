@@ -24,7 +24,7 @@ class Batches {
 
   void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
 
-  // Closes all open Calls, so that later operations get new Calls.
+  // Closes all open Calls, so that later operations start new Calls.
   void Close() { open_.clear(); }
 
  private:

@@ -151,9 +151,9 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
     status = RunOrComplete(decision, values, &batch);
-    // A call with an outcome shows that all ranks have received this round. A call on a
-    // device has no commit decision and needs none, because it fails on all ranks if a
-    // rank is lost.
+    // A call that has an outcome proves that all ranks have received this round. A call
+    // on a device has no commit decision and needs none, because it fails on all ranks
+    // if a rank is lost.
     if (IsLost(status)) lost = status;
     round_confirmed_ = true;
   }

@@ -66,7 +66,7 @@ bool Differ(const Submission& a, const Submission& b, Difference* difference) {
   return false;
 }
 
-// The plurals for error messages, in the order of the enumerators of Aspect.
+// The plural nouns in error messages, in the order of the enumerators of Aspect.
 constexpr std::string_view kPlurals[] = {"devices", "numbers of tensors", "dtypes",
                                          "shapes",  "reduce ops",         "root ranks",
                                          "factors"};

@@ -103,7 +103,7 @@ EagerStats EagerLane::stats() const {
   return state_.stats;
 }
 
-// -- the thread ----------------------------------------------------------------------
+// -- the work of the lane, on its own thread or a caller's thread --------------------
 
 void EagerLane::ThreadMain() {
   std::unique_lock progress = progress_lock_.Lock();
@@ -207,7 +207,7 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   }
   // seq_cst, as in Release. If this load comes before the fetch_sub of the last
   // Release, the task is already in the queue, and Release wakes the lane. Otherwise
-  // this load sees that nothing is held, and this thread wakes the lane.
+  // this load sees that no Hold is active, and this thread wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
   return work;
 }

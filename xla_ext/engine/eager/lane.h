@@ -80,7 +80,7 @@ class EagerLane {
   // Sets the backend for CUDA tensors. Must be called before the first submission.
   void set_cuda(EagerBackendMaker make);
   std::shared_ptr<EagerBackend> cuda() const;  // null if there is none
-  // The communicator of the current epoch.
+  // Returns the communicator of the current epoch.
   std::shared_ptr<Communicator> communicator() const;
   // Whether the lane has failed permanently. False if an epoch has failed and the next
   // follows.

@@ -1,11 +1,11 @@
 // ProgressLock: the lock whose holder does the work of an eager lane
 // (progress_engine.h), and the rules for which thread takes it.
 //
-// The holder is the thread of the lane, or a caller that waits for its own operation. A
-// caller that did not do the work itself would wake the lane's thread and be woken by
-// it, which takes longer than most short operations. So while callers that wait arrive
-// one after the other, the lane's thread leaves the lock to them, and only checks from
-// time to time whether they still arrive.
+// The holder is the thread of the lane, or a caller that waits for its own operation.
+// If a caller did not do the work itself, it would wake the lane's thread and be woken
+// by that thread, which takes longer than most short operations. So while callers that
+// wait arrive one after the other, the lane's thread leaves the lock to them, and only
+// checks from time to time whether they still arrive.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class ProgressLock {
  public:
   ProgressLock(LaneState& state, const TaskQueue& tasks);
 
-  // For the lane's own thread.
+  // Takes the progress lock. Called by the lane's own thread.
   std::unique_lock<std::mutex> Lock() { return std::unique_lock(mutex_); }
   // Called by the lane's own thread. If callers have arrived since the last StandAside
   // and no operation is pending, leaves the progress lock to callers until no new

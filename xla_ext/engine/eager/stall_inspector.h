@@ -27,7 +27,8 @@ class StallInspector {
   // The time at which Watch must be called next, or max() while no operation is
   // pending.
   Clock::time_point next_look() const { return next_look_; }
-  // Checks all operations that wait for other ranks.
+  // Warns about operations that wait for other ranks, and expires those whose timeout
+  // has passed.
   void Watch(Negotiation* negotiation);
 
   void OnTaken(const Task& task) { own_timeout_ |= task.timeout > 0; }
@@ -37,7 +38,7 @@ class StallInspector {
     if (pending && looks) next_look_ = Clock::now();
     own_timeout_ = false;
   }
-  // Forgets all operations, because a new negotiation begins.
+  // Forgets all operations. Called when a new negotiation begins.
   void Clear() {
     watched_.clear();
     next_look_ = Clock::time_point::max();

@@ -36,8 +36,8 @@ using TaskPtr = std::shared_ptr<Task>;
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 
-// Returns this rank's task of an operation, or null if this rank has not submitted the
-// operation. `rank` is this rank.
+// Returns the task of this rank, `rank`, in a ready operation, or null if this rank has
+// not submitted the operation.
 inline TaskPtr Mine(const Ready& ready, int rank) {
   // The entry of this rank is the pointer that was passed to Negotiation::Submit, a
   // Task.

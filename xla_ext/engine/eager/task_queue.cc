@@ -74,7 +74,8 @@ Status TaskQueue::Enlist(const TaskPtr& task,
   const Communicator& here = *communicator_;
   if (!failure_.ok()) return WithContext(here.Prefix(), task->Describe(), failure_);
   if (here.epoch_index() > task->epoch_index) {
-    // The epoch has changed since CheckTask: check again for the new ranks.
+    // The epoch has changed since the last CheckTask, so check the task for the new
+    // ranks.
     task->epoch_index = here.epoch_index();
     if (Status s = CheckTask(*task, task->ins, task->outs, task->rooms, here); !s.ok())
       return WithContext(here.Prefix(), task->Title(), s);

@@ -35,13 +35,13 @@ Status CheckTask(const Submission& what, std::span<void* const> ins,
 // and any. Only TaskQueue::Finish calls the other functions.
 class EndedTasks {
  public:
-  // `mutex`: LaneState::mutex.
+  // `mutex` is the mutex of LaneState.
   explicit EndedTasks(std::mutex& mutex) : mutex_(mutex) {}
 
   // Returns the stored pointers, except those whose memory a device may still use. The
   // caller must release their targets.
   std::vector<void*> Take();
-  // Returns whether Take may return a pointer. Needs no lock, so it is cheap.
+  // Returns whether Take may return a pointer. Takes no lock, so any() is cheap.
   bool any() const { return has_ended_.load(std::memory_order_acquire); }
 
   // The caller of each of the following functions must hold mutex_.
@@ -80,23 +80,23 @@ class TaskQueue {
   // The mutex and condition variable on which threads wait for operations of the lane.
   const std::shared_ptr<Gate>& gate() const { return gate_; }
 
-  // -- for any thread that holds LaneState::mutex ------------------------------------
+  // -- functions for any thread that holds LaneState::mutex --------------------------
 
   // Adds a task to the queue. `backend` is the backend that recorded Task::mark, or
   // null for host tensors.
   Status Enlist(const TaskPtr& task, const std::shared_ptr<EagerBackend>& backend);
   // Adds a join to the queue. `present` is the communicator of the caller's epoch.
   Status EnlistJoin(const std::shared_ptr<Work>& work, const Communicator& present);
-  // Whether an operation or a join of this rank has not ended.
+  // Whether this rank has an operation or a join that has not ended.
   bool pending() const { return !active_.empty() || joined_; }
   // Whether there are tasks that the holder has not taken.
   bool has_incoming() const { return !incoming_.empty(); }
   const Status& failure() const { return failure_; }  // ok until Fail
 
-  // -- for the holder of the progress lock -------------------------------------------
+  // -- functions for the thread that holds the progress lock -------------------------
 
-  // Moves the new tasks to `*taken`, which must be empty. Returns whether there is a
-  // new join.
+  // Moves the queued tasks, except those of a later epoch, to `*taken`, which must be
+  // empty. Returns whether a join was queued, too.
   bool Take(std::vector<TaskPtr>* taken);
   // Completes all `tasks` with `status`. `outputs` is null or has the outputs of each
   // task. `end` is the point at which the device has finished the tasks, or null

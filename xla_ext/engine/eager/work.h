@@ -40,7 +40,7 @@ struct Output {
   std::vector<int64_t> received;  // rows from each rank
 };
 
-// The mutex and condition variable on which threads wait for the works of one lane.
+// The mutex and condition variable on which threads wait for operations of one lane.
 struct Gate {
   std::mutex mutex;
   std::condition_variable ended;
@@ -74,7 +74,7 @@ class Work {
   // has interrupted a Driver, because only its own thread could complete the operation.
   Status Wait();
 
-  // Whether the work has ended, also on the device if there is one.
+  // Whether the operation has ended, also on the device if a device runs it.
   bool passed() const { return done() && (!end_ || end_->passed()); }
   // Whether the work has ended or failed, so that there is nothing left to wait for.
   bool settled() const { return done() && (!end_ || end_->passed() || end_->failed()); }
@@ -93,8 +93,8 @@ class Work {
   int device() const { return end_ ? end_->device() : -1; }  // -1: the host
 
   // The holder of the progress lock, which also holds Gate::mutex, calls one of these
-  // two functions once. `*outputs` is moved from, unless `outputs` is null. `end` is
-  // null without a device.
+  // two functions once. If `outputs` is not null, moves from `*outputs`. `end` is null
+  // without a device.
   void Complete(const Status& status, const DevicePointPtr& end,
                 std::vector<Output>* outputs) {
     status_ = status;

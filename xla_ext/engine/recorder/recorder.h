@@ -51,7 +51,7 @@ struct Event {
   double move_seconds() const;  // 0 without agreement
 };
 
-// Totals of one collective in one lane of one process set.
+// Totals of one collective on one process set, separately for eager and compiled calls.
 struct Totals {
   // Counts of calls by duration. Bucket 0 counts calls below 1 us, and bucket b calls
   // from 2^(b-1) us to below 2^b us. The last bucket also counts all longer calls.
@@ -91,9 +91,10 @@ class Recorder {
   Recorder(size_t capacity, std::string who, std::string path);
 
   void Add(const Event& event);
-  // Adds seconds in which a device moved data.
+  // Adds the seconds in which a device moved data to the totals of `key`.
   void AddDevice(const Key& key, double seconds);
-  // Adds the bytes of a call that has no event (CommunicatorOptions::device_index).
+  // Adds the bytes of a call for which Add is not called (see
+  // CommunicatorOptions::device_index).
   void AddBytes(const Key& key, uint64_t bytes);
   std::vector<Event> Latest() const;  // the stored events, oldest first
   // Keeps the latest `capacity` events from now on.
