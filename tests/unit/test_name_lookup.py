@@ -1,4 +1,4 @@
-"""Lookups with a slow name server: all at the same time, and each name once."""
+"""Tests of name lookups with a slow name server: concurrent, and once for each name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name_lookup, "_announced", set())
 
 
-def test_all_names_are_asked_at_the_same_time(
+def test_lookups_run_concurrently(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each lookup waits until all four have started."""
@@ -41,7 +41,7 @@ def test_all_names_are_asked_at_the_same_time(
     assert "name server" not in capfd.readouterr().err
 
 
-def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_lookup_is_announced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     answer, seen = threading.Event(), []
     monkeypatch.setattr(name_lookup, "_WARN_AFTER", 0.0)
 
@@ -56,10 +56,10 @@ def test_what_is_waited_for_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == ["ringrun: waiting for the name server to answer for far, other"]
 
 
-def test_names_of_one_address_are_one_host_of_a_user(
+def test_names_with_one_address_are_merged_per_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks of one machine with the same local_rank would share a GPU."""
+    """Without the merge, two ranks of a host would get one local rank and one GPU."""
     known = {"n1": "192.0.2.1", "n1.cluster": "192.0.2.1", "n2": "192.0.2.2"}
 
     def find(name: str, port: object, **kinds: Any) -> Any:

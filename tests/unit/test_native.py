@@ -1,6 +1,6 @@
-"""The binding: what it promises Python about descriptors, errors, buffers and signals.
+"""Tests of the Python binding: descriptors, errors, buffers and signals.
 
-Not collectives as such: those are tested in tests/native and tests/ranks.
+tests/native and tests/ranks test the collectives themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALLGATHER = _native.COLLECTIVES["allgather"]
 SUM = _native.REDUCE_OPS["Sum"]
 
 
-def bell() -> int:
+def make_eventfd() -> int:
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
@@ -63,7 +63,7 @@ def alone() -> Communicator:
 
 def test_the_communicator_closes_its_descriptors() -> None:
     mine, theirs = socket.socketpair()
-    fds = [mine.detach(), bell()]
+    fds = [mine.detach(), make_eventfd()]
     communicator = make([("tcp", 1, fds[:1])], fds[1], ranks=2)
     assert all(map(is_open, fds))
     communicator.close()
@@ -75,25 +75,41 @@ def test_the_communicator_closes_its_descriptors() -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        ("shm", 2, bell, 0, 4096, bell, 0),  # an eventfd is no memory
-        ("shm", 2, bell, 0, 1000, bell, 0),  # no size of a ring
-        ("tcp", 2, bell),  # no socket
-        ("tcp", 9, bell),  # no such rank
-        ("tcp", 0, bell),  # this rank itself
-        ("tcp", 1, bell),  # twice
-        None,  # missing
+        (
+            "shm",
+            2,
+            make_eventfd,
+            0,
+            4096,
+            make_eventfd,
+            0,
+        ),  # an eventfd is not shared memory
+        (
+            "shm",
+            2,
+            make_eventfd,
+            0,
+            1000,
+            make_eventfd,
+            0,
+        ),  # 1000 is not a valid ring size
+        ("tcp", 2, make_eventfd),  # an eventfd is not a socket
+        ("tcp", 9, make_eventfd),  # rank 9 does not exist
+        ("tcp", 0, make_eventfd),  # rank 0 is this rank
+        ("tcp", 1, make_eventfd),  # rank 1 has a link already
+        None,  # the link to rank 2 is missing
     ],
 )
-def test_descriptors_are_taken_even_if_a_link_is_bad(
+def test_a_bad_link_still_closes_all_descriptors(
     second: tuple[Any, ...] | None,
 ) -> None:
     first, far_first = socket.socketpair()
     third, far_third = socket.socketpair()
-    fds = [first.detach(), third.detach(), bell()]
+    fds = [first.detach(), third.detach(), make_eventfd()]
     links: list[tuple[Any, ...]] = [("tcp", 1, fds[:1])]
     if second is not None:
-        made = [bell() if part is bell else part for part in second]
-        fds += [m for m, part in zip(made, second, strict=True) if part is bell]
+        made = [make_eventfd() if part is make_eventfd else part for part in second]
+        fds += [m for m, part in zip(made, second, strict=True) if part is make_eventfd]
         links.append((*made[:2], [made[2]]) if made[0] == "tcp" else tuple(made))
     links.append(("tcp", 3, [fds[1]]))
     with pytest.raises((StatusError, ValueError)):
@@ -104,8 +120,8 @@ def test_descriptors_are_taken_even_if_a_link_is_bad(
 
 
 @pytest.mark.parametrize("link", [("tcp", 1), ("udp", 1, [3]), ("tcp", "one", [3]), ()])
-def test_a_malformed_link_takes_nothing(link: tuple[Any, ...]) -> None:
-    doorbell = bell()
+def test_a_malformed_link_leaves_descriptors_open(link: tuple[Any, ...]) -> None:
+    doorbell = make_eventfd()
     with pytest.raises(TypeError, match="a link is neither"):
         make([link], doorbell, ranks=2)
     assert is_open(doorbell)
@@ -115,7 +131,7 @@ def test_a_malformed_link_takes_nothing(link: tuple[Any, ...]) -> None:
 # -- errors ----------------------------------------------------------------------------
 
 
-def test_a_failed_call_says_what_kind_and_who() -> None:
+def test_a_failed_call_raises_its_code_and_rank() -> None:
     communicator = alone()
     communicator.abort("rank 5 is on fire", 5)
     data = np.ones(3, np.float32)
@@ -126,7 +142,7 @@ def test_a_failed_call_says_what_kind_and_who() -> None:
     assert communicator.aborted
 
 
-def test_a_name_that_is_no_ascii_comes_back() -> None:
+def test_errors_contain_non_ascii_names() -> None:
     data, name = np.ones(3, np.int32), "größe"
     adasum = _native.REDUCE_OPS["Adasum"]
     with pytest.raises(StatusError, match=name) as caught:
@@ -136,7 +152,7 @@ def test_a_name_that_is_no_ascii_comes_back() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(99, 1, -1), (-1, 1, -1), (0, 9, -1), (0, 1, 300)])
-def test_numbers_that_mean_nothing_are_refused(numbers: tuple[int, int, int]) -> None:
+def test_unknown_operation_numbers_are_refused(numbers: tuple[int, int, int]) -> None:
     op, reduce_op, wire = numbers
     data = np.ones(3, np.float32)
     with pytest.raises(StatusError, match="there is no") as caught:
@@ -147,7 +163,7 @@ def test_numbers_that_mean_nothing_are_refused(numbers: tuple[int, int, int]) ->
 # -- buffers ---------------------------------------------------------------------------
 
 
-def test_results_of_another_size_or_type_are_refused() -> None:
+def test_outputs_of_another_size_or_dtype_are_refused() -> None:
     data, room = np.ones((3, 2), np.float32), np.zeros(3, np.float32)
     communicator = alone()
     with pytest.raises(StatusError, match=r"f32\[3,2\] has 12 bytes"):
@@ -168,7 +184,7 @@ def test_results_of_another_size_or_type_are_refused() -> None:
     assert not room.any()
 
 
-def test_only_results_need_to_be_writable() -> None:
+def test_only_outputs_need_to_be_writable() -> None:
     data, out = np.full(3, 2, np.int32), np.zeros(3, np.int32)
     data.flags.writeable = False
     alone().execute(ALLREDUCE, SUM, [data], [out], prescale=1.0)
@@ -177,7 +193,7 @@ def test_only_results_need_to_be_writable() -> None:
         alone().execute(ALLREDUCE, SUM, [out], [data])
 
 
-def test_a_local_world_agrees_or_says_who_does_not() -> None:
+def test_a_mismatch_in_a_local_world_names_the_rank() -> None:
     world = _native.local_world([0, 0])
     errors: list[tuple[str, int, str]] = []
 
@@ -201,7 +217,7 @@ def test_a_local_world_agrees_or_says_who_does_not() -> None:
 
 
 @pytest.mark.parametrize("ring_bytes", [0, 63, 100, -4096])
-def test_a_local_world_needs_a_sound_ring(ring_bytes: int) -> None:
+def test_a_local_world_refuses_bad_ring_sizes(ring_bytes: int) -> None:
     with pytest.raises(ValueError, match="ring_bytes"):
         _native.local_world([0, 0], {"ring_bytes": ring_bytes})
 
@@ -213,13 +229,14 @@ class _FromTheHandlerError(Exception):
     pass
 
 
-def test_what_a_signal_handler_raises_arrives() -> None:
+def test_a_signal_handlers_exception_ends_a_call() -> None:
     def handler(signum: int, frame: object) -> None:
         calls.append(signum)
         raise _FromTheHandlerError
 
     calls: list[int] = []
-    world = _native.local_world([0, 0])  # both ends live on: nothing else ends the wait
+    # Both ends stay alive, so only the signal can end the call.
+    world = _native.local_world([0, 0])
     waiting = world[0]
     before = signal.signal(signal.SIGUSR1, handler)
     killer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
@@ -230,7 +247,8 @@ def test_what_a_signal_handler_raises_arrives() -> None:
         try:
             waiting.execute(ALLREDUCE, SUM, [data], [data])  # rank 1 never calls
         finally:
-            for _ in range(1000):  # the interpreter looks for it between steps
+            # The interpreter runs signal handlers between byte codes.
+            for _ in range(1000):
                 pass
     except BaseException as e:
         seen = type(e)
@@ -243,7 +261,7 @@ def test_what_a_signal_handler_raises_arrives() -> None:
     assert waiting.aborted
 
 
-def test_a_forked_child_ends_without_the_threads_of_the_core() -> None:
+def test_a_forked_child_can_exit_during_a_heartbeat() -> None:
     script = """
         import os, socket, sys
         from ringjax import _native
@@ -271,16 +289,18 @@ def test_a_forked_child_ends_without_the_threads_of_the_core() -> None:
     assert ended.stdout == "fine\n", ended.stderr
 
 
-# -- the description -------------------------------------------------------------------
+# -- the stub file and the exported symbols --------------------------------------------
 
 
-def test_the_stub_names_exactly_what_the_module_has() -> None:
-    # Beside the package's sources: an editable install keeps the binary elsewhere.
+def test_the_stub_file_lists_exactly_the_modules_names() -> None:
+    # The stub file is beside the package's sources; an editable install keeps the
+    # binary in another folder.
     stub = ast.parse(Path(ringjax.__file__).with_name("_native.pyi").read_text())
     stated = _names(stub.body)
     assert stated.keys() == {n for n in vars(_native) if not n.startswith("_")}
     for name, members in stated.items():
-        if members is None or name == "StatusError":  # its fields are of instances
+        # Fields of StatusError are attributes of instances, not of the class.
+        if members is None or name == "StatusError":
             continue
         bound = vars(getattr(_native, name))
         assert members == {n for n in bound if not n.startswith("_")}, name
@@ -298,9 +318,10 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str] | None]:
     return found
 
 
-def test_the_module_exports_its_entry_point_and_nothing_else() -> None:
-    # libstdc++ inside the module, as some compilers link it, must not mix with the one
-    # of other modules: numbers in their streams come out empty, or the process crashes.
+def test_the_module_exports_only_its_entry_point() -> None:
+    # Some compilers link libstdc++ statically into the module. If its symbols were
+    # exported, they would mix with those of other modules, whose streams then print
+    # empty numbers or crash.
     words = ["nm", "--dynamic", "--defined-only", _native.__file__]
     listed = subprocess.check_output(words, text=True).split()
     assert listed[1:] == ["T", "PyInit__native"]

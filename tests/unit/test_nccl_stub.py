@@ -1,7 +1,7 @@
-"""The stub of NCCL does what the tests on top of it rely on.
+"""Tests of the stub of NCCL, on which other tests rely.
 
-Nothing here tests ringjax or NCCL. Each test runs a script in one process per rank; the
-fixture `no_leaks` (conftest.py) sees to it that nothing stays behind.
+These tests test neither ringjax nor NCCL. Each test runs a script in one process per
+rank. The fixture `no_leaks` of conftest.py checks that no process is left.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ ALL_REDUCTIONS = """
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_reduction_of_every_type(processes: Processes, size: int) -> None:
+def test_every_reduction_of_every_dtype(processes: Processes, size: int) -> None:
     processes.run(ALL_REDUCTIONS, size=size)
 
 
-def test_moving_collectives_and_messages(processes: Processes) -> None:
+def test_allgather_broadcast_send_and_recv(processes: Processes) -> None:
     processes.run(
         """
         comm = join()
@@ -94,8 +94,8 @@ def test_moving_collectives_and_messages(processes: Processes) -> None:
         comm.run("Broadcast", at(mine), at(copy), count, 8, 1, stream=stream)
         cuda.StreamSynchronize(stream)
         assert (copy == everyone[count : 2 * count]).all()
-        # Everyone to everyone, itself too, uneven and several to the same peer,
-        # together with a collective, in nested groups.
+        # Each rank sends two messages of different sizes to each rank, including
+        # itself, together with a collective, in nested groups.
         got, again, total = np.zeros((n, count)), np.zeros((n, 5)), np.zeros(count)
         nccl.GroupStart()
         for peer in range(n):
@@ -120,7 +120,7 @@ def test_moving_collectives_and_messages(processes: Processes) -> None:
     )
 
 
-def test_two_communicators_on_two_streams_and_one_on_both(processes: Processes) -> None:
+def test_two_communicators_share_two_streams(processes: Processes) -> None:
     processes.run(
         """
         comm = join()
@@ -142,7 +142,7 @@ def test_two_communicators_on_two_streams_and_one_on_both(processes: Processes) 
     )
 
 
-def test_threads_as_ranks_with_a_device_each(processes: Processes) -> None:
+def test_ranks_may_be_threads_with_separate_devices(processes: Processes) -> None:
     processes.run(
         """
         import threading
@@ -186,7 +186,7 @@ def test_calls_that_return_early_must_be_polled(
         assert comm.settle() == OK
         nccl.GroupStart()
         assert nccl.code.AllReduce(*one) == nccl.code.AllReduce(*one) == OK
-        assert nccl.code.GroupEnd() == OK  # only the first one is late
+        assert nccl.code.GroupEnd() == OK  # only the first call returns IN_PROGRESS
         cuda.StreamSynchronize(0)
         assert (array == 8).all()
         assert nccl.code.GroupEnd() == INVALID_USAGE
@@ -335,7 +335,7 @@ def test_survivors_of_a_killed_rank_hang_until_abort(processes: Processes) -> No
     processes.run(HANG, DEATH, "hangs()\nabort()", size=3, codes=[0, -9, 0])
 
 
-def test_survivors_are_told_on_request(processes: Processes) -> None:
+def test_survivors_get_an_error_on_request(processes: Processes) -> None:
     end = """
     wait_until(lambda: comm.state() == REMOTE_ERROR)
     assert "rank 1" in nccl.text("GetLastError", None)
@@ -345,7 +345,7 @@ def test_survivors_are_told_on_request(processes: Processes) -> None:
     processes.run(HANG, DEATH, end, size=3, codes=[0, -9, 0], NCCL_STUB_DETECT_DEATH=1)
 
 
-def test_abort_from_another_thread_ends_what_is_queued_too(
+def test_abort_from_another_thread_ends_queued_operations(
     processes: Processes,
 ) -> None:
     processes.run(
@@ -369,7 +369,7 @@ def test_abort_from_another_thread_ends_what_is_queued_too(
     )
 
 
-def test_an_init_that_hangs_can_be_aborted_and_done_again(processes: Processes) -> None:
+def test_a_hanging_init_can_be_aborted(processes: Processes) -> None:
     processes.run(
         """
         comm = join()
@@ -386,7 +386,7 @@ def test_an_init_that_hangs_can_be_aborted_and_done_again(processes: Processes) 
     )
 
 
-def test_calls_fail_and_stall_on_request(processes: Processes) -> None:
+def test_calls_fail_or_stall_on_request(processes: Processes) -> None:
     processes.run(
         """
         comm = join()
@@ -407,7 +407,7 @@ def test_calls_fail_and_stall_on_request(processes: Processes) -> None:
     )
 
 
-def test_a_process_that_hangs_in_nccl_can_end(processes: Processes) -> None:
+def test_a_process_with_a_hanging_operation_can_exit(processes: Processes) -> None:
     processes.run(
         HANG,
         """

@@ -1,4 +1,4 @@
-"""Objects as bytes: everything comes back as it was, and hostile bytes do no harm."""
+"""Tests of encoded objects: values survive a round trip, hostile bytes do no harm."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def same(a, b) -> bool:
 
 
 @given(VALUES)
-def test_what_goes_in_comes_out(value) -> None:
+def test_values_survive_a_round_trip(value) -> None:
     assert same(objects.decode(objects.encode(value)), value)
 
 
@@ -96,7 +96,7 @@ def test_what_goes_in_comes_out(value) -> None:
     ],
     ids=lambda v: f"{type(v).__name__}",
 )
-def test_corner_cases(value) -> None:
+def test_unusual_values_survive_a_round_trip(value) -> None:
     back = objects.decode(objects.encode(value))
     assert same(back, value)
     assert repr(back) == repr(value) or isinstance(value, np.ndarray)
@@ -106,7 +106,7 @@ def test_nan_stays_nan() -> None:
     assert math.isnan(objects.decode(objects.encode(math.nan)))
 
 
-def test_jax_arrays_arrive_as_numpy_arrays_that_can_be_written_to() -> None:
+def test_jax_arrays_become_writable_numpy_arrays() -> None:
     back = objects.decode(objects.encode({"x": jnp.arange(3, dtype=jnp.bfloat16)}))
     assert type(back["x"]) is np.ndarray and back["x"].dtype == jnp.bfloat16
     back["x"][0] = 7
@@ -129,26 +129,26 @@ class Point(collections.namedtuple("Point", "x")):
     ],
     ids=["object", "namedtuple", "objects", "strings", "function", "key", "surrogate"],
 )
-def test_other_types_are_refused_by_place(value, where) -> None:
+def test_unsupported_types_are_refused_with_their_place(value, where) -> None:
     with pytest.raises(TypeError, match=where):
         objects.encode(value)
 
 
-def test_an_object_that_holds_itself_is_refused() -> None:
+def test_a_recursive_object_is_refused() -> None:
     loop: list = []
     loop.append(loop)
     with pytest.raises(TypeError, match="nested more than 100 deep"):
         objects.encode(loop)
 
 
-def test_a_pickle_is_written_and_read_only_on_request() -> None:
+def test_pickles_are_written_and_read_only_on_request() -> None:
     data = objects.encode(Point(2), allow_pickle=True)
     assert objects.decode(data, allow_pickle=True) == Point(2)
     with pytest.raises(ValueError, match="allow_pickle=True here too"):
         objects.decode(data)
 
 
-def test_no_pickle_where_the_format_suffices() -> None:
+def test_supported_types_are_never_pickled() -> None:
     data = objects.encode({"a": 1}, allow_pickle=True)
     assert objects.decode(data) == {"a": 1}
 
@@ -169,9 +169,7 @@ def test_random_bytes_are_refused(data) -> None:
 
 
 @given(VALUES, st.data())
-def test_a_damaged_message_gives_a_value_error_or_some_plain_object(
-    value, data
-) -> None:
+def test_a_damaged_message_raises_or_decodes_to_plain_values(value, data) -> None:
     good = objects.encode(value)
     at = data.draw(st.integers(0, len(good) - 1))
     byte = data.draw(st.integers(0, 255))
@@ -181,7 +179,7 @@ def test_a_damaged_message_gives_a_value_error_or_some_plain_object(
 
 
 @given(VALUES, st.data())
-def test_a_message_cut_off_is_refused(value, data) -> None:
+def test_a_truncated_message_is_refused(value, data) -> None:
     good = objects.encode(value)
     with pytest.raises(ValueError):
         objects.decode(good[: data.draw(st.integers(0, len(good) - 1))])
@@ -238,7 +236,7 @@ def test_deep_nesting_is_refused() -> None:
         objects.decode(forged(value))
 
 
-def test_a_message_announces_its_room_and_fits_into_it() -> None:
+def test_a_message_fits_into_its_announced_size() -> None:
     for length in (0, 1, 63, 64, 65, 1000):
         message = object_messages.ObjectMessage(False, bytes(length))
         room = object_messages.padded_size(message.head())
@@ -250,23 +248,23 @@ def test_a_message_announces_its_room_and_fits_into_it() -> None:
         )
 
 
-def test_a_reason_travels_instead_of_what_cannot_be_sent() -> None:
+def test_receivers_raise_the_senders_encoding_error() -> None:
     message = object_messages.ObjectMessage.of(object(), SEAL, allow_pickle=False)
     head, body = message.head(), message.body().tobytes()
     with pytest.raises(TypeError, match="the object is a builtins.object"):
         object_messages.open_message(head, body, SEAL, allow_pickle=False)
 
 
-class Burglar:
-    """Runs when its pickle is read."""
+class FailingPickle:
+    """Fails the test when its pickle is read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("a pickle that was not genuine has been read",)
 
 
-@pytest.mark.parametrize("value", [{"lr": 0.1}, Burglar()])
+@pytest.mark.parametrize("value", [{"lr": 0.1}, FailingPickle()])
 @pytest.mark.parametrize("forger", [(b"guessed", "broadcast_object"), (KEY, "elastic")])
-def test_what_is_not_genuine_is_not_looked_at(
+def test_an_unauthenticated_message_is_not_decoded(
     value: Any, forger: tuple[bytes, str]
 ) -> None:
     message = object_messages.ObjectMessage.of(
@@ -278,7 +276,7 @@ def test_what_is_not_genuine_is_not_looked_at(
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_no_byte_can_be_altered(place: int, by: int) -> None:
+def test_altered_bytes_are_detected(place: int, by: int) -> None:
     message = object_messages.ObjectMessage.of(
         {"w": np.arange(5)}, SEAL, allow_pickle=True
     )

@@ -1,7 +1,7 @@
-"""ringrun and init in places that are odd and common: containers, batch systems, sudo.
+"""Tests of ringrun and init in unusual environments: containers, batch systems, sudo.
 
-Blocked and ignored signals, hosts that do not answer or greet, no folder for temporary
-files, a proxy, processes numbered by another namespace.
+The environments have blocked or ignored signals, hosts that do not answer or print a
+greeting, no folder for temporary files, a proxy, or process ids of another namespace.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def ringrun_after(before: str, *words: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "blocked", ["{signal.SIGCHLD}", "signal.valid_signals()"], ids=["SIGCHLD", "all"]
 )
-def test_signals_that_were_blocked(blocked: str) -> None:
-    """Launchers of Slurm and MPI block signals."""
+def test_blocked_signals_are_unblocked(blocked: str) -> None:
+    """The launchers of Slurm and MPI start programs with blocked signals."""
     block = f"signal.pthread_sigmask(signal.SIG_BLOCK, {blocked})"
     job = ringrun_after(block, "-np", "2", "echo", "ended")
     text, _ = job.communicate(timeout=LONG)
     assert job.returncode == 0 and text.count("ended") == 2, text
 
 
-def test_an_interrupt_that_was_ignored(tmp_path: Path) -> None:
-    """A shell ignores SIGINT for background jobs of a script."""
+def test_an_ignored_sigint_stays_ignored(tmp_path: Path) -> None:
+    """A shell script starts background jobs with SIGINT ignored."""
     ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
     end = tmp_path / "end"
     loop = f"echo runs; until [ -e {end} ]; do sleep 0.05; done; echo to the end"
@@ -76,7 +76,7 @@ def test_an_interrupt_that_was_ignored(tmp_path: Path) -> None:
 
 @pytest.fixture
 def over_ssh(tmp_path: Path) -> Callable[..., Done]:
-    """Runs ringrun with a script in the place of ssh."""
+    """Runs ringrun with a script instead of ssh."""
 
     def start(script: str, *words: str) -> Done:
         client = tmp_path / "ssh"
@@ -88,21 +88,21 @@ def over_ssh(tmp_path: Path) -> Callable[..., Done]:
     return start
 
 
-def test_a_greeting_without_the_end_of_its_line(over_ssh: Callable[..., Done]) -> None:
+def test_a_login_greeting_may_lack_a_newline(over_ssh: Callable[..., Done]) -> None:
     greets = "printf 'Welcome '; exec sh -c \"$*\""
     done = over_ssh(greets, "-np", "1", "-H", "far:1", "nosuchprogram")
     assert done.returncode == 127
     assert "rank 0: cannot run 'nosuchprogram'" in done.stderr
 
 
-def test_hosts_that_never_answer(over_ssh: Callable[..., Done]) -> None:
+def test_an_ssh_that_never_answers_times_out(over_ssh: Callable[..., Done]) -> None:
     words = ["-np", "2", "--start-timeout", "1", "-H", "far1:1,far2:1", "true"]
     done = over_ssh("exec sleep 1000", *words)
     assert done.returncode == 255
     assert "rank 0 (far1): no answer over ssh in 1 s; a login script" in done.stderr
 
 
-def test_the_account_is_that_of_the_host(over_ssh: Callable[..., Done]) -> None:
+def test_ranks_get_home_and_user_of_their_host(over_ssh: Callable[..., Done]) -> None:
     there = 'export HOME=/home/there USER=there; unset SHELL LOGNAME; exec sh -c "$*"'
     shows = "echo $HOME $USER $SHELL$LOGNAME"
     done = over_ssh(there, "-np", "1", "-H", "there@far:1", "sh", "-c", shows)
@@ -117,7 +117,7 @@ def test_the_account_is_that_of_the_host(over_ssh: Callable[..., Done]) -> None:
         ("#!/no/python\n", 0o755, "there is no interpreter '/no/python'"),
     ],
 )
-def test_a_script_in_the_place_of_a_program(
+def test_errors_explain_scripts_that_cannot_be_executed(
     tmp_path: Path, first: str, mode: int, why: str
 ) -> None:
     script = tmp_path / "train.py"
@@ -129,7 +129,7 @@ def test_a_script_in_the_place_of_a_program(
     assert why.format(script) in done.stderr
 
 
-def test_a_script_without_python(
+def test_an_error_suggests_python_for_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").touch()
@@ -140,7 +140,7 @@ def test_a_script_without_python(
     )
 
 
-def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
+def test_a_deleted_working_directory_is_an_error(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     own = f"{sys.executable} -P -m ringjax.run -np 1 true"
@@ -155,12 +155,12 @@ def test_a_folder_that_was_deleted(tmp_path: Path) -> None:
     assert done.stderr == "ringrun: the current folder has been deleted\n"
 
 
-def test_a_program_that_is_to_be_read_from_standard_input() -> None:
+def test_an_error_suggests_stdin_for_a_program_from_standard_input() -> None:
     done = ringrun("-np", "1", sys.executable, "-")
     assert "ranks read nothing from -: --stdin 0 gives it to rank 0" in done.stderr
 
 
-def test_a_client_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_ssh_is_an_error(tmp_path: Path) -> None:
     for name in ("env", "sh"):
         found = next(p for p in ("/usr/bin", "/bin") if os.path.exists(f"{p}/{name}"))
         (tmp_path / name).symlink_to(f"{found}/{name}")
@@ -169,7 +169,7 @@ def test_a_client_that_is_not_there(tmp_path: Path) -> None:
     assert done.stderr.rstrip().endswith(f"rank 0: lost its host, {why}")
 
 
-def test_a_rank_that_has_failed_and_stays(
+def test_a_failed_rank_that_does_not_exit_ends_the_job(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(job, "_HANG_TIMEOUT", 0.2)
@@ -197,7 +197,7 @@ def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_temporary_folder")
-def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert temporary.folder() in ("/dev/shm", "")
     monkeypatch.setattr(temporary, "_MEMORY", "/nonexistent")
@@ -209,10 +209,10 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["absent", "a stranger's", "own"])
-def test_a_runtime_folder(
+def test_runtime_folders_of_other_users_are_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
-    """Slurm hands on the variable of the login node, su and sudo another user's."""
+    """Slurm passes XDG_RUNTIME_DIR of the login node; su and sudo, of another user."""
     place = tmp_path / "run"
     if what != "absent":
         place.mkdir(mode=0o700)
@@ -234,8 +234,8 @@ def test_a_runtime_folder(
 
 
 @needs_root("unshare")
-def test_children_in_a_pid_namespace_with_the_proc_of_its_host(tmp_path: Path) -> None:
-    """Process ids in /proc are of another namespace: the wrong ones would be killed."""
+def test_children_end_although_proc_shows_another_pid_namespace(tmp_path: Path) -> None:
+    """The ids in /proc belong to another namespace, so they must not be killed."""
     pid, script = tmp_path / "pid", tmp_path / "rank.py"
     script.write_text(
         f"""
@@ -249,7 +249,8 @@ while not open({str(pid)!r}).read().endswith("\\n"):
 """
     )
     own = [sys.executable, "-P", "-m", "ringjax.run", "-np", "1", sys.executable]
-    # A shell is process 1: if it ended, the kernel would end all others, too.
+    # A shell is process 1 of the namespace and waits, because the kernel kills all
+    # other processes of the namespace when process 1 ends.
     first = ["sh", "-c", '"$@"; echo over; read nothing', "sh", *own, str(script)]
     job = subprocess.Popen(
         ["unshare", "-p", "-f", "--kill-child", *first],
@@ -264,7 +265,7 @@ while not open({str(pid)!r}).read().endswith("\\n"):
         until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists())
 
 
-def test_a_group_does_not_ask_a_proxy_for_its_neighbour(
+def test_connections_inside_a_group_bypass_proxies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from ringjax.xla import jax_distributed
@@ -284,7 +285,7 @@ def test_a_group_does_not_ask_a_proxy_for_its_neighbour(
     assert os.environ[jax_distributed._NO_PROXY] == "localhost,10.0.0.1"
 
 
-def test_an_interrupt_while_the_launcher_is_imported_is_no_traceback() -> None:
+def test_sigint_during_imports_prints_no_traceback() -> None:
     program = """
 import os, signal, sys
 
@@ -308,7 +309,7 @@ main()
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_a_loopback_interface_that_is_down_is_told_at_once(
+def test_an_unreachable_loopback_fails_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried = []
@@ -321,6 +322,6 @@ def test_a_loopback_interface_that_is_down_is_told_at_once(
     hello = {"size": 1}
     with pytest.raises(StartupError, match="ip link set lo up"):
         join(JobCredentials("127.0.0.1:4000", bytes(32), "00" * 8), 0, hello, LONG)
-    assert len(tried) == 1  # and not again and again until the start timeout
+    assert len(tried) == 1  # no retries until the start timeout
     with pytest.raises(StartupError, match="could not join its job within 0.1 s"):
         join(JobCredentials("192.0.2.1:4000", bytes(32), "00" * 8), 0, hello, 0.1)

@@ -26,7 +26,7 @@ def world() -> Iterator[None]:
 
 
 def seqs(state) -> list[int]:
-    """All sequence numbers in an optimizer state."""
+    """Returns all sequence numbers in an optimizer state."""
     found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AllreduceState))
     return [int(s.seq[0]) for s in found if isinstance(s, AllreduceState)]
 
@@ -37,7 +37,7 @@ def check(a, b) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False, "auto"])
 @pytest.mark.parametrize("op", [ringjax.Average, ringjax.Sum, ringjax.Min])
-def test_one_rank_alone_keeps_its_gradients(overlap, op) -> None:
+def test_a_single_rank_keeps_its_gradients(overlap, op) -> None:
     tx = ringjax.allreduce_grads(op, overlap=overlap, bucket_bytes=8)
     state = tx.init(GRADS)
     for step in range(3):
@@ -54,7 +54,7 @@ def test_the_state_is_one_sequence_number() -> None:
     assert int(state.seq[0]) == 0
 
 
-def test_it_works_eagerly() -> None:
+def test_update_works_without_jit() -> None:
     tx = ringjax.allreduce_grads()
     updates, state = tx.update(GRADS, tx.init(GRADS))
     check(updates, GRADS)
@@ -62,7 +62,7 @@ def test_it_works_eagerly() -> None:
 
 
 @pytest.mark.parametrize("tree", [{}, None, (), {"a": None}, {"a": optax.MaskedNode()}])
-def test_an_empty_tree_is_not_sent(tree) -> None:
+def test_an_empty_tree_makes_no_call(tree) -> None:
     tx = ringjax.allreduce_grads()
     assert "ringjax" not in jax.jit(tx.update).lower(tree, tx.init(tree)).as_text()
     updates, state = tx.update(tree, tx.init(tree))
@@ -94,14 +94,14 @@ def test_gradients_of_integers_pass_through() -> None:
     check(updates["w"], jnp.full(3, 3.0))
 
 
-def test_integer_leaves_are_reduced_like_others() -> None:
+def test_integer_leaves_are_reduced() -> None:
     grads = {"i": jnp.arange(3), "u": jnp.ones((), jnp.uint8)}
     tx = ringjax.allreduce_grads(ringjax.Sum)
     check(tx.update(grads, tx.init(grads))[0], grads)
 
 
 def run(tx, steps: int = 4):
-    """Parameters and state after some jitted steps on a quadratic."""
+    """Returns parameters and state after some jitted steps on a quadratic function."""
     params = {"a": jnp.ones(4), "b": {"c": jnp.full((2, 3), 2.0)}}
     state = tx.init(params)
 
@@ -122,7 +122,7 @@ LABELS = {"a": "one", "b": {"c": "two"}}
 
 
 def with_and_without(build):
-    """Builds an optimizer with `allreduce_grads` and one with `optax.identity`."""
+    """Builds two optimizers: with `allreduce_grads`, and with `optax.identity`."""
     return build(ringjax.allreduce_grads), build(optax.identity)
 
 
@@ -164,14 +164,14 @@ def with_and_without(build):
         "multi_transform", "inject", "twice", "apply_if_finite", "flatten",
     ],
 )  # fmt: skip
-def test_compositions_change_nothing_for_one_rank(build, expected) -> None:
+def test_optax_compositions_equal_identity_on_one_rank(build, expected) -> None:
     ours, plain = with_and_without(build)
     params, state = run(ours)
     check(params, run(plain)[0])
     assert seqs(state) == expected
 
 
-def test_as_the_inner_factory_of_inject_hyperparams() -> None:
+def test_inject_hyperparams_accepts_allreduce_grads() -> None:
     static = ("op", "gradient_predivide_factor")
     tx = optax.inject_hyperparams(ringjax.allreduce_grads, static_args=static)()
     _, state = run(tx)
@@ -180,7 +180,7 @@ def test_as_the_inner_factory_of_inject_hyperparams() -> None:
         run(optax.inject_hyperparams(ringjax.allreduce_grads)())
 
 
-def test_scan_and_donation() -> None:
+def test_scan_with_donated_arguments() -> None:
     tx = optax.chain(ringjax.allreduce_grads(), optax.sgd(0.1))
 
     def body(carry, _):
@@ -204,14 +204,14 @@ def test_the_step_is_compiled_once() -> None:
     assert step._cache_size() == 1
 
 
-def test_no_rank_and_no_size_in_the_program() -> None:
+def test_the_program_contains_no_rank_and_no_size() -> None:
     tx = ringjax.allreduce_grads()
     text = jax.jit(tx.update).lower(GRADS, tx.init(GRADS)).as_text()
     assert text.count("@ringjax_run") == 1
     assert "size = 0 : i64" in text
 
 
-def test_overlapped_has_a_start_and_a_done_for_every_bucket() -> None:
+def test_overlap_makes_a_start_and_a_done_for_each_bucket() -> None:
     tx = ringjax.allreduce_grads(overlap=True, bucket_bytes=1)
     text = jax.jit(tx.update).lower(GRADS, tx.init(GRADS)).as_text()
     calls = [line for line in text.splitlines() if "@ringjax_" in line]
@@ -219,7 +219,7 @@ def test_overlapped_has_a_start_and_a_done_for_every_bucket() -> None:
     assert kinds == ["start", "start", "done", "done"]
 
 
-def test_without_fusion_every_gradient_travels_alone(monkeypatch) -> None:
+def test_without_buckets_each_gradient_is_one_call(monkeypatch) -> None:
     config = dataclasses.replace(runtime.config(), bucket_bytes=0)
     monkeypatch.setattr(runtime, "config", lambda: config)
     tx = ringjax.allreduce_grads(overlap=True)
@@ -291,7 +291,7 @@ def test_a_damaged_state_is_named(seq) -> None:
 
 
 def traced_order(params, loss) -> list[str] | None:
-    """The names of the parameters in the order in which their gradients exist."""
+    """Returns the parameters in the order in which their gradients are computed."""
     found = []
 
     @jax.jit
@@ -319,7 +319,7 @@ def test_the_last_layer_is_ready_first() -> None:
     assert traced_order(params, loss) == [f"layer_{i}" for i in range(count)][::-1]
 
 
-def test_what_is_not_known_is_left_to_the_planner() -> None:
+def test_readiness_order_is_none_without_a_trace() -> None:
     assert readiness_order([jnp.ones(1), jnp.ones(2)]) is None
     assert readiness_order([]) is None
     found = []
@@ -334,7 +334,7 @@ def test_gradients_of_one_equation_are_in_reversed_order() -> None:
     assert order is not None and order.index("b") < order.index("a")
 
 
-# -- weights: what they do to several ranks is in tests/ranks/jax/test_uneven.py -------
+# -- weights; tests/ranks/jax/test_uneven.py tests them on several ranks ---------------
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_integers_have_no_weighted_average() -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_weights_add_no_collective(overlap) -> None:
+def test_a_weight_adds_no_collective(overlap) -> None:
     tx = ringjax.allreduce_grads(overlap=overlap, bucket_bytes=1 << 20)
     grads = {"a": jnp.ones(2), "b": jnp.ones((3, 3))}
 
@@ -375,7 +375,7 @@ def test_weights_add_no_collective(overlap) -> None:
     assert calls(weight=3) == calls() == 1 + overlap
 
 
-def test_a_chain_and_its_wrappers_hand_on_the_weight() -> None:
+def test_optax_wrappers_pass_the_weight() -> None:
     inner = optax.chain(ringjax.allreduce_grads(), optax.sgd(1.0))
     grads = {"a": jnp.full(2, jnp.nan), "b": jnp.ones(2)}
     mask = {"a": True, "b": False}

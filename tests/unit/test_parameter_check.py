@@ -1,4 +1,4 @@
-"""The native comparison of what ranks hold: hashes, and words about what differs."""
+"""Tests of the native comparison of parameters: hashes, and texts about differences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hash_of(data: bytes | np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 128, 200])
-def test_every_bit_counts_and_so_does_the_length(size: int) -> None:
+def test_the_hash_depends_on_every_bit_and_on_the_length(size: int) -> None:
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
     seen = {hash_of(data), hash_of(np.concatenate([data, data[:0], [np.uint8(0)]]))}
     assert len(seen) == 2
@@ -32,7 +32,7 @@ def test_every_bit_counts_and_so_does_the_length(size: int) -> None:
     assert len(seen) == 2 + 8 * size
 
 
-def test_the_order_counts_and_the_address_does_not() -> None:
+def test_the_hash_depends_on_order_but_not_on_the_address() -> None:
     words = np.arange(64, dtype=np.uint64)
     swapped = {hash_of(np.roll(words, n)) for n in range(64)}
     assert len(swapped) == 64
@@ -43,14 +43,17 @@ def test_the_order_counts_and_the_address_does_not() -> None:
 
 
 def differences(hashes: Sequence[Sequence[int]]) -> tuple[set[str], int]:
-    """Compares the ranks' hashes; returns all ranks' texts and the exchanges needed."""
+    """Compares hashes on threads, one for each rank.
+
+    Returns the different texts of the ranks, and the number of exchanges.
+    """
     size = len(hashes)
     barrier = threading.Barrier(size)
     given: list[list[int]] = [[]] * size
     said, exchanges = [""] * size, [0] * size
 
     def rank(r: int) -> None:
-        def greatest(numbers: list[int]) -> list[int]:
+        def exchange_maximum(numbers: list[int]) -> list[int]:
             exchanges[r] += 1
             given[r] = numbers
             barrier.wait()
@@ -59,7 +62,7 @@ def differences(hashes: Sequence[Sequence[int]]) -> tuple[set[str], int]:
             return most
 
         members = [10 * m for m in range(size)]
-        said[r] = _native.difference(hashes[r], NAMES, members, r, greatest)
+        said[r] = _native.difference(hashes[r], NAMES, members, r, exchange_maximum)
 
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(size)]
     for thread in threads:
@@ -94,13 +97,13 @@ def differences(hashes: Sequence[Sequence[int]]) -> tuple[set[str], int]:
         ),
     ],
 )
-def test_all_ranks_say_the_same(
+def test_all_ranks_print_equal_differences(
     hashes: list[list[int]], text: str, exchanges: int
 ) -> None:
     assert differences(hashes) == ({text}, exchanges)
 
 
-def test_an_exchange_that_fails_is_an_error() -> None:
+def test_a_failed_exchange_is_an_error() -> None:
     def broken(numbers: list[int]) -> list[int]:
         raise OSError("gone")
 

@@ -1,6 +1,6 @@
-"""Which device a rank gets: shares, pinning, what JAX says, and when it is asked.
+"""Tests of the placement of ranks on devices: shares, visible devices, JAX's devices.
 
-JAX's answers about GPUs are replaced by those of the tests.
+The tests replace JAX's functions that list GPUs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ringjax.world import devices
 from ringjax.xla import placement
 
 
-def test_the_share_of_ranks_with_one_device() -> None:
+def test_device_shares_with_one_device_per_rank() -> None:
     assert [devices.share(rank, 6, 4) for rank in range(6)] == [
         (0,), (1,), (2,), (3,), (0,), (1,),
     ]  # fmt: skip
-    assert devices.share(0, 1, 8) is None  # alone: JAX's choice
-    assert devices.share(1, 2, 1) is None  # the rank has no choice
+    assert devices.share(0, 1, 8) is None  # a single rank leaves the choice to JAX
+    assert devices.share(1, 2, 1) is None  # there is only one device
 
 
-def test_the_share_of_ranks_with_several_devices() -> None:
+def test_device_shares_with_several_devices_per_rank() -> None:
     assert [devices.share(rank, 2, 4, 2) for rank in range(2)] == [(0, 1), (2, 3)]
-    assert devices.share(0, 1, 4, 2) == (0, 1)  # alone, but not all are wanted
-    assert devices.share(1, 2, 4, 4) is None  # each sees as many as it is to have
-    assert devices.share(1, 2, 2, 4) is None  # refused later, by their number
+    assert devices.share(0, 1, 4, 2) == (0, 1)  # a single rank wants two of four
+    assert devices.share(1, 2, 4, 4) is None  # each rank sees as many as it wants
+    assert devices.share(1, 2, 2, 4) is None  # init refuses too few devices later
     assert devices.share(1, 2, 8, devices.ALL) is None
-    # Too many ranks: all look the same way, and are told that they share a GPU.
+    # Too many ranks wrap around, and init then reports that they share a GPU.
     assert devices.share(2, 3, 4, 2) == (0, 1)
 
 
@@ -46,7 +46,9 @@ def visible() -> Any:
     jax.config.update(name, before)
 
 
-def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restricting_the_visible_devices(
+    visible: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
 
     def log(level: str, text: str) -> None:
@@ -54,7 +56,7 @@ def test_pinning(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     placement.restrict_visible_devices([2], False, log)
     assert visible() == "2"
-    placement.restrict_visible_devices([3], False, log)  # somebody has chosen
+    placement.restrict_visible_devices([3], False, log)  # the setting exists already
     assert visible() == "2"
     jax.config.update("jax_cuda_visible_devices", "all")
     placement.restrict_visible_devices([3], True, log)  # too late, but JAX uses no GPU
@@ -75,7 +77,7 @@ class Device:
         self.client = type("Client", (), {"platform_version": version})
 
 
-def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_of_jax_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement.cuda_devices()[0] == ()  # these tests compute on the CPU
     device = Device("gpu", "cuda 13000", 5)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -93,7 +95,7 @@ def test_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.config.update("jax_platforms", before)
 
 
-def test_jax_is_not_asked_where_no_rank_has_a_device(
+def test_jax_is_not_queried_if_no_rank_has_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any) -> Any:
@@ -116,7 +118,7 @@ def test_jax_is_not_asked_where_no_rank_has_a_device(
         ringjax.shutdown()
 
 
-def test_the_settings() -> None:
+def test_gpu_settings_are_parsed() -> None:
     plain = Config.from_env({})
     assert (plain.gpu, plain.nccl, plain.comm_stream) == (True, "", True)
     assert (plain.fusion, plain.fusion_small) == ("hybrid", 1 << 20)
@@ -136,7 +138,7 @@ def test_the_settings() -> None:
         Config.from_env({"RINGJAX_FUSION": "some"})
 
 
-def test_init_loads_jax_only_where_there_are_devices() -> None:
+def test_init_imports_jax_only_if_devices_exist() -> None:
     code = """
 import sys, ringjax
 from ringjax import _native
@@ -158,5 +160,5 @@ print(bridge.backends_are_initialized())
         text=True,
         timeout=50,
     )
-    # Which platform is enough to know that JAX needs no device.
+    # JAX_PLATFORMS suffices to know that JAX uses no GPU, so no backend is initialised.
     assert done.stdout.split() == ["False", "True", "False"], done.stderr

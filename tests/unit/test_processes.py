@@ -1,4 +1,4 @@
-"""Processes of one host: bound to their starter, and killed to the last descendant."""
+"""Tests of the processes of a host: killed with their parent, and all descendants."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.launch import environment
 from support.waiting import until
 
 
-def starter(code: str, job: str) -> subprocess.Popen[str]:
-    """Starts a process that runs `code`, in which `processes` is imported."""
+def start_python(code: str, job: str) -> subprocess.Popen[str]:
+    """Starts a Python process that imports `processes` and runs `code`."""
     head = "import os, sys, time\nfrom ringjax.run.hosts import processes\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + code],
@@ -30,21 +30,21 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_children_die_with_their_starter() -> None:
+def test_children_are_killed_with_their_parent() -> None:
     job = uuid.uuid4().hex
     code = """
 child = processes.start(["sleep", "1000"], os.environ)
 print(child.pid, flush=True)
 time.sleep(1000)
 """
-    with starter(code, job) as process:
+    with start_python(code, job) as process:
         child = int(line(process))
         assert child in leaks.processes(job)
         process.kill()
     until(lambda: not leaks.processes(job))
 
 
-def test_sweep_finds_what_left_its_group() -> None:
+def test_descendants_in_other_sessions_are_killed() -> None:
     job = uuid.uuid4().hex
     code = """
 processes.become_subreaper()
@@ -55,7 +55,7 @@ ended = processes.kill_descendants(limit=40.0)
 assert (child.pid, 137) in ended, ended
 print(processes.has_no_children(), flush=True)
 """
-    with starter(code, job) as process:
+    with start_python(code, job) as process:
         assert line(process) == "True"
     assert process.returncode == 0
     assert leaks.processes(job) == {}
@@ -70,7 +70,7 @@ child = processes.start(["sh", "-c", "kill -{int(ignored)} $$; echo alive"], os.
 child.process.wait()
 print(child.process.returncode, flush=True)
 """
-    with starter(code, uuid.uuid4().hex) as process:
+    with start_python(code, uuid.uuid4().hex) as process:
         assert line(process) == str(-ignored)
 
 

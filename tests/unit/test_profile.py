@@ -1,4 +1,4 @@
-"""Profiles from parts that the test has written: clocks, who was late, both formats."""
+"""Tests of profiles from simulated part files: clocks, late ranks, both formats."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from ringjax.world.part_file import PartFile
 
 STEP, MOVE = 0.05, 0.002
 LATE = 0.01
-# By how much the clock of each host is ahead of the true one, and its drift.
+# Seconds by which the clock of each host is ahead of true time, and its drift per
+# second.
 CLOCKS = {"host-a": (100.0, 0.0), "host-b": (5_000.0, 20e-6), "host-c": (-40.0, -30e-6)}
 START = 10_000.0
 
 
-def shown(host: str, when: float) -> float:
-    """The time on the clock of `host` when a true clock shows `when`."""
+def clock_time(host: str, when: float) -> float:
+    """Returns the time on the clock of `host` at the true time `when`."""
     ahead, drift = CLOCKS[host]
     return when + ahead + drift * (when - START)
 
 
 class Rank:
-    """Writes a part, as a rank on that host would."""
+    """Writes the part file of a simulated rank."""
 
     def __init__(self, folder: Path, rank: int, size: int, host: str, run: str) -> None:
         self.rank, self.host = rank, host
         path = folder / parts.PARTS / f"{run}.rank-{rank}.jsonl"
         self.file = PartFile(path, pytest.fail)
-        at = shown(host, START - 1)
+        at = clock_time(host, START - 1)
         self.file.write_header(
             format=1, run=run, who=f"rank {rank}", pid=1, host=host, clock=host,
             monotonic=at, realtime=1.7e9 + START,
@@ -49,9 +50,17 @@ class Rank:
         self.file.write_header(epoch=0, rank=rank, size=size, host=host, at=at)
 
     def read_clock(self, when: float, there: float, back: float) -> None:
-        """Asks rank 0, on host-a: the question and the answer take that long."""
-        asked, heard = shown(self.host, when), shown(self.host, when + there + back)
-        answered = shown("host-a", when + there)
+        """Records a clock reading from rank 0, which runs on host-a.
+
+        Args:
+            there: seconds that the request takes.
+            back: seconds that the reply takes.
+        """
+        asked, heard = (
+            clock_time(self.host, when),
+            clock_time(self.host, when + there + back),
+        )
+        answered = clock_time("host-a", when + there)
         self.file.write_record(
             clock=0, epoch=0, when=heard, ahead=answered - (asked + heard) / 2,
             trip=heard - asked,
@@ -60,9 +69,9 @@ class Rank:
     def call(
         self, seq: int, entered: float, agreed: float, done: float, **more: Any
     ) -> None:
-        """A line for a call at those moments of the true clock."""
+        """Writes the line of a call. The times are true times."""
         times = {"entered": entered, "agreed": agreed, "done": done}
-        told = {key: shown(self.host, when) for key, when in times.items()}
+        told = {key: clock_time(self.host, when) for key, when in times.items()}
         self.file.write_record(
             **{
                 "op": "allreduce", "name": "grads", "lane": "compiled", "set": 0,
@@ -72,7 +81,7 @@ class Rank:
         )  # fmt: skip
 
     def end(self, epoch: int = 0, size: int = 1) -> None:
-        at = shown(self.host, START + 100)
+        at = clock_time(self.host, START + 100)
         self.file.write_record(end=at, why="", epoch=epoch, size=size)
         self.file.close()
 
@@ -80,7 +89,7 @@ class Rank:
 def job(
     folder: Path, hosts: list[str], *, steps: int = 20, run: str = "abc"
 ) -> list[Rank]:
-    """Some steps; rank 1, if there is one, comes LATE later than the others."""
+    """Writes the parts of a job in which rank 1 is LATE seconds late in each step."""
     size = len(hosts)
     ranks = [Rank(folder, r, size, host, run) for r, host in enumerate(hosts)]
     choose = random.Random(7)
@@ -94,7 +103,7 @@ def job(
         for rank in ranks:
             entered = agreed if rank.rank == 1 else begins
             rank.call(seq, entered, agreed, agreed + MOVE)
-            # Two named operations that go together, beside it.
+            # Two named operations that are fused into one call of the eager lane.
             for name in ("x", "y"):
                 rank.call(
                     seq, begins + 0.02, begins + 0.021, begins + 0.022,
@@ -109,7 +118,7 @@ HOSTS = [["host-a"], ["host-a", "host-b"], ["host-a", "host-b", "host-c"]]
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=len)
-def test_clocks_are_laid_over_each_other_within_the_error_that_is_told(
+def test_clocks_align_within_the_reported_error(
     tmp_path: Path, hosts: list[str]
 ) -> None:
     job(tmp_path, hosts, steps=4000)  # 200 s: the clocks drift by 4 and 6 ms
@@ -123,11 +132,11 @@ def test_clocks_are_laid_over_each_other_within_the_error_that_is_told(
             want = agreed - START
             assert call.agreed is not None
             got = base.seconds(part, call.agreed)
-            zero = base.seconds(found[0], shown("host-a", START))
+            zero = base.seconds(found[0], clock_time("host-a", START))
             assert abs(got - zero - want) <= base.error + 1e-9
 
 
-def test_without_a_reading_the_time_of_day_has_to_do(tmp_path: Path) -> None:
+def test_clocks_fall_back_to_the_time_of_day(tmp_path: Path) -> None:
     for rank, host in enumerate(("host-a", "host-b")):
         one = Rank(tmp_path, rank, 2, host, "abc")
         one.call(1, START, START + 1, START + 2)
@@ -141,7 +150,7 @@ def test_without_a_reading_the_time_of_day_has_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=len)
-def test_where_the_time_went(tmp_path: Path, hosts: list[str]) -> None:
+def test_breakdown_of_the_step_time(tmp_path: Path, hosts: list[str]) -> None:
     job(tmp_path, hosts)
     ranks = breakdown.rank_breakdowns(breakdown.MergedProfile.of(parts.read(tmp_path)))
     for number, rank in enumerate(ranks):
@@ -165,15 +174,16 @@ def test_where_the_time_went(tmp_path: Path, hosts: list[str]) -> None:
     assert "4.00" in text  # GB/s
 
 
-def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
+def test_only_exposed_time_of_overlapped_buckets_counts(
     tmp_path: Path,
 ) -> None:
     rank = Rank(tmp_path, 0, 1, "host-a", "abc")
     for seq in range(1, 41):
         at = START + seq * STEP
-        # Under way for 40 ms of 50, a quarter of it waiting; 8 ms are exposed.
+        # The call takes 40 ms of a step of 50 ms, waits for 10 ms, and 8 ms are
+        # exposed.
         rank.call(seq, at, at + 0.01, at + 0.04, overlapped=True)
-        when = shown("host-a", at + STEP - 0.001)
+        when = clock_time("host-a", at + STEP - 0.001)
         rank.file.write_record(sent=seq, exposed=seq * 0.008, at=when)
     rank.end()
     (found,) = breakdown.rank_breakdowns(
@@ -185,7 +195,7 @@ def test_of_buckets_that_overlap_only_the_waiting_at_the_end_counts(
     assert found.computes == pytest.approx(STEP - 0.008, rel=0.01)
 
 
-def test_a_rank_that_is_late_once_is_not_pointed_at(tmp_path: Path) -> None:
+def test_a_rank_that_is_late_once_is_not_marked(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, r, 2, "host-a", "abc") for r in range(2)]
     for seq in range(1, 21):
         at = START + seq * STEP
@@ -198,7 +208,7 @@ def test_a_rank_that_is_late_once_is_not_pointed_at(tmp_path: Path) -> None:
 
 
 def trace(folder: Path) -> Any:
-    """Our trace in the archive, read by Perfetto's own parser."""
+    """Reads ringjax's trace in the archive by Perfetto's own parser."""
     pytest.importorskip("perfetto", reason="the perfetto package is not installed")
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
@@ -288,7 +298,7 @@ def test_arguments_of_a_slice(tmp_path: Path) -> None:
 
 
 def jax_trace(folder: Path, rank: Rank, run: str = "abc") -> None:
-    """Writes a trace like jax.profiler's; its times count from START + 0.5."""
+    """Writes a trace like that of jax.profiler, whose times count from START + 0.5."""
     path = folder / parts.PARTS / f"{run}.rank-{rank.rank}.jax" / "vm.trace.json.gz"
     path.parent.mkdir(parents=True)
     events = [
@@ -300,11 +310,11 @@ def jax_trace(folder: Path, rank: Rank, run: str = "abc") -> None:
     ]  # fmt: skip
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    # Wall clock and monotonic clock are as in the head: of START - 1.
+    # The header of the part has read both clocks at START - 1.
     rank.file.write_record(jax=path.name, began=(1.7e9 + START + 1.5) * 1e9)
 
 
-def test_jax_traces_are_beside_ours(tmp_path: Path) -> None:
+def test_jax_traces_are_merged_into_the_archive(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, r, 2, "host-a", "abc") for r in range(2)]
     for rank in ranks:
         rank.call(1, START, START + 1, START + 2)
@@ -338,12 +348,12 @@ def test_jax_traces_are_beside_ours(tmp_path: Path) -> None:
     assert [e for e in merged if e["pid"] == 2_000_701] == alone
     ours = [e for e in merged if e["pid"] == 1 and e["name"] == "allreduce grads"]
     (theirs,) = [e for e in alone if e["name"] == "ringjax.allreduce"]
-    # 1.5 s after START - 1 and 10 us; ours was entered at START.
+    # JAX's event is 10 us after START + 0.5, and our call was entered at START.
     assert theirs["ts"] - ours[0]["ts"] == pytest.approx(0.5e6 + 10, abs=0.5)
     assert alone[0]["args"]["name"] == "rank 1 · host-a: jax /host:CPU"
 
 
-def test_older_viewers_get_one_json(tmp_path: Path) -> None:
+def test_the_json_for_older_viewers(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-b", "host-c"], steps=5)
     merge(tmp_path)
     with gzip.open(tmp_path / archive.MERGED, "rt") as text:
@@ -362,7 +372,7 @@ def test_older_viewers_get_one_json(tmp_path: Path) -> None:
     assert {e["pid"] for e in slices} == {0, 2}
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_data_is_reported(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, r, 4, "host-a", "abc") for r in (0, 1, 2)]
     for rank in ranks:
         rank.call(1, START, START + 1, START + 2)
@@ -387,14 +397,14 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     assert "2 calls" in show(tmp_path)
 
 
-def test_a_profile_without_a_call_says_so(tmp_path: Path) -> None:
+def test_a_profile_without_calls_is_reported(tmp_path: Path) -> None:
     for rank in range(2):
         Rank(tmp_path, rank, 2, "host-a", "abc").end()
     assert "no rank has ended a collective" in merge(tmp_path)
     assert len(trace(tmp_path).packet) == 8  # two processes with three rows
 
 
-def test_the_newest_profile_of_a_folder_counts(tmp_path: Path) -> None:
+def test_only_the_newest_profile_of_a_folder_is_read(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-a"], steps=3, run="old")
     one = Rank(tmp_path, 0, 1, "host-a", "new")
     one.file._header = one.file._header.replace(
@@ -406,7 +416,7 @@ def test_the_newest_profile_of_a_folder_counts(tmp_path: Path) -> None:
     assert [part.run for part in parts.read(tmp_path)] == ["new"]
 
 
-def test_of_long_profiles_the_last_calls_are_read(tmp_path: Path) -> None:
+def test_only_the_last_calls_of_a_long_profile_are_read(tmp_path: Path) -> None:
     job(tmp_path, ["host-a", "host-b"], steps=30)
     found = parts.read(tmp_path, max_calls=40)
     assert [len(part.calls) for part in found] == [20, 20]
@@ -416,7 +426,7 @@ def test_of_long_profiles_the_last_calls_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_a_part_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
+def test_a_part_file_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
     file = PartFile(tmp_path / "parts" / "x.rank-0.jsonl", pytest.fail, max_bytes=4000)
     file.write_header(
         format=1, run="x", who="rank 0", pid=1, host="a", clock="a", monotonic=1.0,
@@ -433,7 +443,7 @@ def test_a_part_is_bounded_and_keeps_its_newest_lines(tmp_path: Path) -> None:
     assert len(part.members) == 1
 
 
-def test_a_profile_is_complete_although_a_rank_was_lost_late(tmp_path: Path) -> None:
+def test_a_profile_without_a_lost_rank_is_complete(tmp_path: Path) -> None:
     ranks = [Rank(tmp_path, rank, 3, "host-a", "abc") for rank in range(3)]
     for rank in ranks[:2]:
         for seq in range(100):
@@ -449,7 +459,7 @@ def test_a_profile_is_complete_although_a_rank_was_lost_late(tmp_path: Path) -> 
     assert not parts.complete(tmp_path, "other")
 
 
-def test_show_says_what_is_wrong(
+def test_show_reports_missing_and_damaged_profiles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["show", str(tmp_path / "none")]) == 1
@@ -468,7 +478,7 @@ def test_show_says_what_is_wrong(
     assert run_without_reader(show_it) == (0, "")
 
 
-def test_the_documented_example_is_like_what_is_printed() -> None:
+def test_the_documented_example_has_the_words_of_the_output() -> None:
     page = (ROOT / "docs" / "operate" / "profiling.md").read_text()
     for word in ("exposed comm", "waiting", "last in", "late by", "<- slowest"):
         assert word in page

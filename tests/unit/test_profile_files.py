@@ -1,4 +1,4 @@
-"""Files of a profile: which are sent to ringrun, and where they may be written."""
+"""Tests of the transfer of profile files to ringrun, and of where they are written."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Agent:
 
 
 def fetch(folder: Path, *agents: Agent) -> list[str]:
-    """Fetches all files; returns the lines that were shown."""
+    """Fetches the files of all agents. Returns the lines that were shown."""
     incoming, notes = FileReceiver(str(folder)), list[str]()
 
     def turn(seconds: float) -> None:
         assert seconds > 0
         for agent in agents:
-            agent.closed = agent.silent  # the agent is gone
+            agent.closed = agent.silent  # a silent agent has ended
             if agent.waiting:
                 incoming.receive(agent.waiting.pop(0))
 
@@ -43,7 +43,7 @@ def fetch(folder: Path, *agents: Agent) -> list[str]:
     return notes
 
 
-def test_what_is_not_here_comes_whole(tmp_path: Path) -> None:
+def test_only_missing_files_are_fetched(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "parts" / "x.jax").mkdir(parents=True)
     here.mkdir()
@@ -58,7 +58,7 @@ def test_what_is_not_here_comes_whole(tmp_path: Path) -> None:
     assert (here / "both").read_bytes() == b"ours"
 
 
-def test_what_is_older_than_the_job_stays(tmp_path: Path) -> None:
+def test_files_older_than_the_job_are_not_fetched(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     there.mkdir()
     here.mkdir()
@@ -69,7 +69,7 @@ def test_what_is_older_than_the_job_stays(tmp_path: Path) -> None:
     assert [path.name for path in here.iterdir()] == ["new"]
 
 
-def test_a_host_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_silent_agent_does_not_block_the_fetch(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
     (there / "new").write_text("new")
@@ -77,7 +77,7 @@ def test_a_host_that_has_gone_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "link"])
-def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
+def test_files_outside_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "profile"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path / "out")
@@ -88,7 +88,7 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, name: str) -> None:
     assert [path.name for path in folder.iterdir()] == ["link"]
 
 
-def test_a_folder_is_made_and_tried(tmp_path: Path) -> None:
+def test_prepare_folder_creates_the_folder_and_tests_writing(tmp_path: Path) -> None:
     made = prepare_folder(str(tmp_path / "a" / "b"))
     assert made == str(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []

@@ -1,9 +1,9 @@
-"""All module paths that programs may import. A package that moves must keep its path.
+"""Tests that all public module paths can be imported.
 
-Two processes import all paths. The first imports those that need no TensorFlow. The
-second imports those that do, and then PyTorch, because some builds of PyTorch end a
-process that holds both. The names in `ringjax.torch`, `ringjax.tensorflow` and
-`ringjax.keras`, with their arguments, are in test_torch_names.py,
+Two processes import all paths. The first process imports the paths that need no
+TensorFlow. The second imports the paths that need TensorFlow, and then PyTorch, because
+some builds of PyTorch crash in a process with TensorFlow. The names in `ringjax.torch`,
+`ringjax.tensorflow` and `ringjax.keras` are tested by test_torch_names.py,
 test_tensorflow_names.py and tests/support/keras_checks.py.
 """
 
@@ -34,7 +34,7 @@ NAMES = """
     rocm_built run shutdown size start_timeline stats stop_timeline sycl_built
     weighted_loss write_scalars
 """
-# By what they load.
+# The public modules by the framework that they import.
 MODULES = {
     "nothing": """
         ringjax ringjax.common ringjax.common.basics ringjax.common.elastic
@@ -71,13 +71,13 @@ MODULES = {
 FRAMEWORKS = {"ringjax.torch": "torch", "ringjax.tensorflow": "tensorflow"}
 FRAMEWORKS["ringjax.keras"] = "tensorflow"
 FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}  # see tests/engines
-# Written in documents, and no path of ours.
+# Paths that documents mention although they do not exist.
 ELSEWHERE = ("ringjax.mxnet",)
 pytestmark = pytest.mark.timeout(120)
 
 
 def _in_documents() -> dict[str, str]:
-    """The places that name `ringjax.x.y` in documents; `hvd.x` by its import."""
+    """Maps each path `ringjax.x.y` in documents to its place; `hvd.x` counts, too."""
     tree, found = Tree(), {}
     pages = ["README.md", *tree.files("docs", ".md"), *tree.files("examples", ".py")]
     for page in pages:
@@ -125,8 +125,13 @@ print("both reduced")
 """
 
 
-class Imported:
-    """A process that imported paths, each with its place, of one step after another."""
+class ImportProcess:
+    """A process that has imported the paths of several steps, one after the other.
+
+    Attributes:
+        loaded: for each step, all modules that were loaded after it.
+        missing: a line with the place for each path that could not be imported.
+    """
 
     def __init__(self, steps: dict[str, dict[str, str]], then: str = "") -> None:
         words = [sys.executable, "-P", "-W", "ignore", "-c", RESOLVE + then]
@@ -146,44 +151,46 @@ class Imported:
 
 
 def _paths(framework: str) -> dict[str, str]:
-    """All that needs this framework: modules, and names in documents and examples."""
+    """Maps each path that needs this framework to its place."""
     found = _in_documents().items()
     used = {path: place for path, place in found if _needs(path) == framework}
     assert framework == "nothing" or len(used) > 5, used
     return dict.fromkeys(MODULES[framework].split(), "MODULES") | used
 
 
-def test_every_public_name_is_there() -> None:
+def test_ringjax_exports_exactly_the_public_names() -> None:
     assert sorted(NAMES.split()) == ringjax.__all__
     for name in NAMES.split():
         assert getattr(ringjax, name) is not None
 
 
 @pytest.fixture(scope="module")
-def without_tensorflow() -> Imported:
+def without_tensorflow() -> ImportProcess:
     light = ("ringjax.run.cli", "ringjax", "ringjax.eager")
     steps = {path: {path: "MODULES"} for path in light}
     frameworks = ["nothing", *filter(find_spec, ["torch"]), "jax"]
-    return Imported(steps | {each: _paths(each) for each in frameworks})
+    return ImportProcess(steps | {each: _paths(each) for each in frameworks})
 
 
 @pytest.fixture(scope="module")
-def with_tensorflow() -> Imported:
+def with_tensorflow() -> ImportProcess:
     if find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")
     steps = {"tensorflow": _paths("tensorflow")}
-    return Imported(steps, BOTH + REDUCED if find_spec("torch") else "")
+    return ImportProcess(steps, BOTH + REDUCED if find_spec("torch") else "")
 
 
-def test_every_path_is_there(without_tensorflow: Imported) -> None:
+def test_all_paths_without_tensorflow_resolve(
+    without_tensorflow: ImportProcess,
+) -> None:
     assert not without_tensorflow.missing
 
 
-def test_every_path_of_tensorflow_is_there(with_tensorflow: Imported) -> None:
+def test_all_paths_with_tensorflow_resolve(with_tensorflow: ImportProcess) -> None:
     assert not with_tensorflow.missing
 
 
-def test_an_import_is_light(without_tensorflow: Imported) -> None:
+def test_imports_load_no_other_frameworks(without_tensorflow: ImportProcess) -> None:
     heavy = {"jax", "torch", "tensorflow"}
     absent = {"ringjax.run.cli": {*heavy, "numpy", "ringjax._native"}}
     absent |= {"ringjax": heavy, "ringjax.eager": heavy, "nothing": heavy}
@@ -193,20 +200,20 @@ def test_an_import_is_light(without_tensorflow: Imported) -> None:
     assert not any(found.values()), found
 
 
-def test_tensorflow_and_pytorch_in_one_process(with_tensorflow: Imported) -> None:
+def test_tensorflow_and_pytorch_in_one_process(with_tensorflow: ImportProcess) -> None:
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
     ended = with_tensorflow.ended
-    if ended.returncode < 0 and Imported({}, BOTH).ended.returncode < 0:
+    if ended.returncode < 0 and ImportProcess({}, BOTH).ended.returncode < 0:
         signal = -ended.returncode
         pytest.skip(f"they end a process without ringjax, too: signal {signal}")
     assert ended.returncode == 0, ended.stderr
     assert "both reduced" in ended.stdout
 
 
-def test_a_path_that_is_gone_is_named() -> None:
+def test_a_missing_path_is_reported_with_its_place() -> None:
     steps = {"one": {"ringjax.gone.x": "a.md:1", "json.loads": "a.md:2"}}
-    found = Imported(steps | {"two": {"json.gone": "b.md:3"}})
+    found = ImportProcess(steps | {"two": {"json.gone": "b.md:3"}})
     named = [text.partition(": AttributeError")[0] for text in found.missing]
     assert named == ["a.md:1: ringjax.gone.x", "b.md:3: json.gone"]
     assert "json" in found.loaded["one"]
@@ -215,7 +222,7 @@ def test_a_path_that_is_gone_is_named() -> None:
 @pytest.mark.parametrize(
     "module", ["ringjax.config", "ringjax.bench", "ringjax.doctor"]
 )
-def test_modules_that_are_programs(module: str) -> None:
+def test_modules_run_as_programs(module: str) -> None:
     words = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

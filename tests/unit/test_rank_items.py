@@ -1,6 +1,6 @@
-"""The harness itself: a test that fails on one rank, dies, hangs or leaks must be seen.
+"""Tests of the harness of rank tests: failures, crashes, hangs and leaks are reported.
 
-Runs pytest on small files of marked tests that need no collective.
+The tests run pytest on small files of marked tests that make no collectives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from support.launch import ROOT, environment
 pytestmark = pytest.mark.timeout(120)
 
 Inner = Callable[..., str]
-COLD = {"RINGJAX_TEST_COLD": "1"}  # each test launches once: a warm server costs more
+COLD = {"RINGJAX_TEST_COLD": "1"}  # for a single launch, a warm server is slower
 
 
 @pytest.fixture
 def inner(tmp_path: Path) -> Inner:
-    """Runs pytest on one test file and returns what it printed."""
+    """Returns a function that runs pytest on one test file and returns its output."""
 
     def run(source: str, *options: str) -> str:
         file = tmp_path / "test_inner.py"
@@ -52,7 +52,7 @@ def inner(tmp_path: Path) -> Inner:
     return run
 
 
-def test_a_failure_on_one_rank_fails_the_test_and_spares_the_next(inner: Inner) -> None:
+def test_a_failure_on_one_rank_does_not_affect_the_next_test(inner: Inner) -> None:
     out = inner("""
         pytestmark = pytest.mark.ranks(1, 3)
 
@@ -69,7 +69,7 @@ def test_a_failure_on_one_rank_fails_the_test_and_spares_the_next(inner: Inner) 
     assert "speaking: 1" not in out
 
 
-def test_one_launch_serves_a_file_and_only_what_was_selected(inner: Inner) -> None:
+def test_one_launch_runs_the_selected_tests_of_a_file(inner: Inner) -> None:
     out = inner(
         """
         pytestmark = pytest.mark.ranks(2)
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_fails_the_test_with_its_log(inner: Inner) -> None:
     assert "last words" in out
 
 
-def test_a_rank_that_crashes_shows_where(inner: Inner) -> None:
+def test_a_crash_shows_its_stack(inner: Inner) -> None:
     out = inner("""
         import faulthandler
         @pytest.mark.ranks(1)
@@ -137,10 +137,10 @@ def test_a_rank_that_crashes_shows_where(inner: Inner) -> None:
 
 
 @pytest.mark.parametrize("when", ["collected", "imported"])
-def test_a_rank_that_ends_before_its_first_test_shows_its_last_words(
+def test_a_rank_that_ends_before_its_first_test_shows_its_output(
     inner: Inner, when: str
 ) -> None:
-    """XLA ends a process like this when it finds an unknown flag."""
+    """XLA aborts a process like this when it finds an unknown flag."""
     dies = "if RANK: os.write(2, b'Unknown flag: --t'); print('so I end'); os._exit(1)"
     source = f"""
         {dies if when == "imported" else ""}
@@ -174,7 +174,7 @@ def test_a_rank_that_hangs_is_ended_and_every_rank_shows_its_stack(
     assert "in wait_for_ever" in stacks
 
 
-def test_what_a_launch_leaves_behind_is_a_failure(inner: Inner) -> None:
+def test_a_leak_of_a_launch_is_a_failure(inner: Inner) -> None:
     left = Path(f"/dev/shm/ringjax-test-{os.getpid()}")
     try:
         out = inner(f"""
@@ -199,7 +199,7 @@ def test_a_leak_in_this_process_is_a_failure(inner: Inner) -> None:
     assert "tcp listening on port" in out
 
 
-def test_what_a_failed_test_drops_fails_no_other_test(inner: Inner) -> None:
+def test_unclosed_sockets_of_a_failed_test_fail_no_other_test(inner: Inner) -> None:
     out = inner("""
         import gc, socket
 
@@ -216,7 +216,7 @@ def test_what_a_failed_test_drops_fails_no_other_test(inner: Inner) -> None:
     assert "2 failed, 2 passed" in out
 
 
-def test_names_that_other_programs_make_are_no_leak(inner: Inner) -> None:
+def test_shared_memory_of_other_programs_is_not_a_leak(inner: Inner) -> None:
     other = Path(f"/dev/shm/sem.of-another-program-{os.getpid()}")
     try:
         out = inner(f"""

@@ -1,4 +1,4 @@
-"""Horovod's names for Ray, with a stub of Ray: arguments, settings, ranks of nodes.
+"""Tests of Horovod's names for Ray, with a stub of Ray: arguments, settings, ranks.
 
 tests/engines has the tests on a cluster.
 """
@@ -29,7 +29,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Replaces the module `ray` by a stub, which has only names."""
+    """Replaces the module `ray` by a stub, whose classes do nothing."""
     for name in _ours():
         monkeypatch.delitem(sys.modules, name)
     for name, contents in NAMES.items():
@@ -67,14 +67,16 @@ def _ours() -> list[str]:
         ),
     ],
 )
-def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     from ringjax.ray import RayExecutor
 
     with pytest.raises(ValueError, match=message):
         RayExecutor(None, **arguments)
 
 
-def test_what_it_takes_from_its_arguments() -> None:
+def test_resources_follow_from_arguments() -> None:
     from ringjax.ray import RayExecutor
 
     executor = RayExecutor(
@@ -88,7 +90,7 @@ def test_what_it_takes_from_its_arguments() -> None:
         executor.run(print)
 
 
-def test_elastic_settings_have_older_names_too() -> None:
+def test_elastic_settings_accept_older_names() -> None:
     from ringjax.ray import ElasticRayExecutor
 
     settings: Any = ElasticRayExecutor.create_settings(
@@ -101,7 +103,7 @@ def test_elastic_settings_have_older_names_too() -> None:
     assert params.cooldown_range == (2, 5)
 
 
-def test_settings_of_another_class_may_lack_some() -> None:
+def test_settings_objects_may_lack_attributes() -> None:
     from ringjax.ray.adapter import get_setting, settings_environment
     from ringjax.ray.utils import detect_nics, nics_to_env_var
 
@@ -120,7 +122,7 @@ def test_settings_of_another_class_may_lack_some() -> None:
     assert nics_to_env_var([]) == {}
 
 
-def test_coordinator_says_who_is_where() -> None:
+def test_coordinator_derives_ranks_from_nodes() -> None:
     from ringjax.ray.runner import Coordinator, MiniSettings
 
     coordinator = Coordinator(MiniSettings(timeout_s=7))
@@ -168,7 +170,7 @@ def test_discovery_counts_whole_workers(
     assert discovery.find_available_hosts_and_slots() == expected
 
 
-def test_discovery_for_trials_conceals_hosts(stub: Any) -> None:
+def test_test_discovery_hides_hosts(stub: Any) -> None:
     from ringjax.ray.elastic import TestDiscovery
 
     stub.nodes = lambda: [node(name, CPU=1.0) for name in "abcd"]
@@ -192,8 +194,8 @@ def test_only_a_dictionary_can_be_logged() -> None:
     assert queue == [{"step": 2}]
 
 
-def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
-    """Only if the process has certainly ended may a new member begin afresh."""
+def test_an_unavailable_actor_is_a_failed_worker(stub: Any) -> None:
+    """A lost node may still run, so its worker must not count as ended."""
     from ringjax.ray import actors
 
     class ActorUnavailableError(sys.modules["ray.exceptions"].RayError):  # type: ignore[name-defined,misc]
@@ -211,8 +213,8 @@ def test_a_lost_node_is_not_certain_to_be_dead(stub: Any) -> None:
             job.results()
 
 
-def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pause after the first failure, then longer ones, within the cooldown range."""
+def test_pauses_grow_with_consecutive_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failure causes no pause; later pauses double up to the limit."""
     from ringjax.ray import elastic_jobs
 
     monkeypatch.setattr(sys.modules["ray"], "put", lambda _: None)
@@ -228,7 +230,7 @@ def test_pauses_after_failures_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
     assert pauses == [0, 2, 4, 7, 7]
 
 
-def test_room_in_the_cluster(stub: Any) -> None:
+def test_free_slots_follow_from_resources(stub: Any) -> None:
     from ringjax.ray import actors
 
     stub.available_resources = lambda: {"CPU": 5.0, "host": 3.0}

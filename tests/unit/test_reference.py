@@ -1,7 +1,8 @@
-"""Every name of the API's reference is used in an example that some test runs.
+"""Tests that an example uses every name of the API reference.
 
-Examples are those in docstrings (test_doctests.py), the Python blocks of the pages
-(tests/docs/test_pages.py, test_recipes.py) and the cells of the notebook.
+Examples are code in docstrings (test_doctests.py), Python blocks of the pages
+(tests/docs/test_pages.py, test_recipes.py) and cells of the notebook. Other tests run
+the examples.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from support.tree import Tree, expect_offences, report
 
 NOTEBOOK = "docs/start/notebook.ipynb"
 NAMES = r"```\{ringjax-names\} (\S+)\n(?::names: (.*)\n)?"
-# No program uses them: the result of `profile`, a command's function, an old error.
+# Names that no program uses: the result of `profile`, a command's function, and an
+# error of old versions.
 WITHOUT = {"Profile", "compute_worker_fn", "HorovodVersionMismatchError"}
 
 
@@ -36,7 +38,7 @@ def _examples(tree: Tree) -> Iterator[str]:
 
 
 def _public(tree: Tree, module: str) -> list[str]:
-    """`__all__`, or what `ringjax.torch` and its like hand on: `import x as x`."""
+    """Returns the names in `__all__`, or else the names imported by `import x as x`."""
     path = module.replace(".", "/")
     package = (tree.root / path).is_dir()
     code = ast.parse(tree.text(f"{path}/__init__.py" if package else f"{path}.py"))
@@ -65,11 +67,11 @@ def names_have_an_example(tree: Tree) -> Iterator[str]:
                 yield f"{place}: no example uses {name} of {block[1]}"
 
 
-def test_a_name_has_an_example_that_runs() -> None:
+def test_every_public_name_has_an_example() -> None:
     report(names_have_an_example)
 
 
-def test_a_name_without_an_example_is_named(tmp_path: Path) -> None:
+def test_names_without_an_example_are_reported(tmp_path: Path) -> None:
     files = {
         "README.md": "```python\none()\n```\n",
         NOTEBOOK: '{"cells": [{"cell_type": "code", "source": ["two"]}]}',

@@ -1,6 +1,6 @@
-"""Tests of the release: one version everywhere, pinned tools, checks that can fail.
+"""Tests of the release: equal versions, pinned tools, and checks that can fail.
 
-No wheel is built here because that takes minutes: run `make wheels`.
+These tests build no wheel, because that takes minutes. `make wheels` builds wheels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def wheels(release: ModuleType) -> ModuleType:
     return importlib.import_module("release.wheels")
 
 
-def test_everything_says_one_version(version: ModuleType) -> None:
+def test_all_files_have_one_version(version: ModuleType) -> None:
     wanted = PROJECT["project"]["version"]
     assert version.check() == version.check(f"v{wanted}") == wanted
 
@@ -64,14 +64,14 @@ def test_another_tag_is_refused(version: ModuleType, tag: str) -> None:
         version.check(PROJECT["project"]["version"])
 
 
-SAY_IT, RECIPE = ("CHANGELOG.md", "CITATION.cff"), "release/conda/recipe.yaml"
+VERSIONED, RECIPE = ("CHANGELOG.md", "CITATION.cff"), "release/conda/recipe.yaml"
 
 
-@pytest.mark.parametrize("file", [*SAY_IT, RECIPE])
-def test_a_file_with_another_version_is_named(
+@pytest.mark.parametrize("file", [*VERSIONED, RECIPE])
+def test_a_file_with_another_version_is_reported(
     version: ModuleType, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("pyproject.toml", *SAY_IT, RECIPE):
+    for name in ("pyproject.toml", *VERSIONED, RECIPE):
         text = (ROOT / name).read_text()
         if name == file:
             text = text.replace(PROJECT["project"]["version"], "0.0.7")
@@ -82,7 +82,7 @@ def test_a_file_with_another_version_is_named(
         version.check()
 
 
-def test_what_builds_a_release_is_pinned(wheels: ModuleType) -> None:
+def test_build_requirements_are_pinned(wheels: ModuleType) -> None:
     lines = wheels.CONSTRAINTS.read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and line[0] != "#")
     for wanted in wheels.requirements():
@@ -92,12 +92,12 @@ def test_what_builds_a_release_is_pinned(wheels: ModuleType) -> None:
 
 
 def _as_conda(wanted: str) -> str:
-    """`jax>=1,<2` of Python's words as `jax >=1,<2`, the one in recipes."""
+    """Converts a requirement such as `jax>=1,<2` to conda's form `jax >=1,<2`."""
     name, limits = re.fullmatch(r"([\w-]+)(.*)", wanted).groups()  # type: ignore[union-attr]
     return f"{name} {limits}".strip()
 
 
-def test_condas_recipe_says_what_the_project_says() -> None:
+def test_the_conda_recipe_matches_pyproject() -> None:
     recipe = yaml.safe_load((ROOT / RECIPE).read_text())
     project, wanted = PROJECT["project"], recipe["requirements"]
     of_build = map(_as_conda, PROJECT["build-system"]["requires"])
@@ -114,7 +114,7 @@ def test_condas_recipe_says_what_the_project_says() -> None:
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
-def test_what_publishes_is_pinned_and_has_no_secret() -> None:
+def test_workflows_pin_actions_and_use_no_secrets() -> None:
     for workflow in WORKFLOWS:
         text = workflow.read_text()
         actions = re.findall(r"uses: (\S+)", text)
@@ -123,13 +123,14 @@ def test_what_publishes_is_pinned_and_has_no_secret() -> None:
         assert text.count("actions/checkout@") == text.count("credentials: false")
         assert "secrets." not in text
         assert text.count("id-token: write") == (workflow.name == "release.yml")
-        # Text that outsiders choose, such as a tag's name, must not be in a command.
+        # An outsider can choose text such as the name of a tag, so commands must not
+        # contain such text.
         runs = re.findall(r"(?m)^ +- run: (?:[|>].*\n((?: {10}.*\n)+)|(.*))", text)
         assert runs and not any("{{ github." in p for run in runs for p in run)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_toolchain_calls_zig_for_its_machine(
+def test_the_toolchain_calls_zig_with_the_target(
     toolchain: ModuleType, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zig = tmp_path / "zig"
@@ -143,7 +144,7 @@ def test_the_toolchain_calls_zig_for_its_machine(
     assert said.split() == ["ar", "rc"]
 
 
-def test_a_python_that_is_not_there_is_named(wheels: ModuleType) -> None:
+def test_a_missing_python_is_reported(wheels: ModuleType) -> None:
     with pytest.raises(FileNotFoundError, match=r"Python 3\.99 is needed"):
         wheels.interpreter("3.99")
     this = "{}.{}".format(*sys.version_info)
@@ -160,7 +161,7 @@ def _wheel(folder: Path, native: bytes, without: str = "") -> Path:
     return file
 
 
-def test_a_wheel_that_knows_this_machine_is_refused(
+def test_a_wheel_with_a_local_path_or_a_missing_file_is_refused(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "output", lambda *words: "")
@@ -195,9 +196,7 @@ def test_a_wheel_that_needs_a_newer_glibc_is_refused(
             check.check_platform(Path("x.whl"))
 
 
-def test_an_sdist_without_its_tests_is_refused(
-    check: ModuleType, tmp_path: Path
-) -> None:
+def test_an_sdist_without_tests_is_refused(check: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "ringjax-1.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("ringjax-1/Makefile"), io.BytesIO())
@@ -205,7 +204,7 @@ def test_an_sdist_without_its_tests_is_refused(
         check.check_sdist(file)
 
 
-def test_the_program_that_is_tried_is_the_documentations(check: ModuleType) -> None:
+def test_the_checked_program_is_that_of_the_documentation(check: ModuleType) -> None:
     assert "ringjax.allreduce_grads()" in check.start_program()
 
 
@@ -214,7 +213,9 @@ def elsewhere(release: ModuleType) -> ModuleType:
     return importlib.import_module("release.elsewhere")
 
 
-def test_the_wheels_are_tried_where_this_machine_is_not(elsewhere: ModuleType) -> None:
+def test_wheels_are_checked_on_other_pythons_and_machines(
+    elsewhere: ModuleType,
+) -> None:
     places = {str(place): place.tag for place in elsewhere.PLACES}
     assert places == {
         "python3.14-x86_64": "cp312-abi3",
@@ -223,7 +224,7 @@ def test_the_wheels_are_tried_where_this_machine_is_not(elsewhere: ModuleType) -
     }
 
 
-def test_another_machines_python_is_started_through_qemu(
+def test_pythons_of_other_machines_run_in_qemu(
     elsewhere: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elsewhere, "fetch", lambda *words: tmp_path / "tools")
@@ -236,7 +237,7 @@ def test_another_machines_python_is_started_through_qemu(
         assert file.read_text().endswith(f'usr/bin/python{place.python} "$@"\n')
 
 
-def test_the_short_list_of_checks_is_right_here() -> None:
+def test_the_program_for_two_ranks_passes() -> None:
     words = ["-m", "ringjax.run", "-np", "2", sys.executable]
     done = subprocess.run(
         [sys.executable, *words, ROOT / "release" / "two_ranks.py"],

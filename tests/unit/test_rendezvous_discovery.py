@@ -1,4 +1,4 @@
-"""Rendezvous discovery without ringrun: credentials files, ports, secrets."""
+"""Tests of rendezvous discovery without ringrun: credentials files, ports, secrets."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"ringjax-{os.geteuid()}"
 
 
-def here(rank: int, size: int = 2, identity: str = "test 1") -> LaunchInfo:
+def single_host(rank: int, size: int = 2, identity: str = "test 1") -> LaunchInfo:
     return LaunchInfo(rank, size, "a test", single_host=True, identity=identity)
 
 
-def there(rank: int, size: int = 2, **more: Any) -> LaunchInfo:
+def several_hosts(rank: int, size: int = 2, **more: Any) -> LaunchInfo:
     info = {"identity": "test 2", "rank0_host": "127.0.0.1"} | more
     return LaunchInfo(rank, size, "a test", **info)
 
@@ -74,10 +74,10 @@ def check(futures: Sequence[Future[JoinedJob]]) -> list[JoinedJob]:
 USUAL = Config(start_timeout=LONG)
 
 
-def test_ranks_of_one_host_meet_by_a_private_file(folder: Path) -> None:
-    (late,) = start([here(1)], USUAL)
+def test_ranks_of_one_host_join_by_a_private_file(folder: Path) -> None:
+    (late,) = start([single_host(1)], USUAL)
     time.sleep(0.1)  # the late rank looks for the file before it exists
-    info = here(0)
+    info = single_host(0)
     found = rendezvous_discovery.start_coordinator(info, USUAL, CredentialsFile(info))
     credentials, coordinator = found
     (file,) = folder.iterdir()
@@ -92,8 +92,8 @@ def test_ranks_of_one_host_meet_by_a_private_file(folder: Path) -> None:
 
 
 def test_the_file_is_removed_when_all_have_joined(folder: Path) -> None:
-    for _ in range(3):  # and again
-        check(start([here(rank, 3) for rank in (2, 0, 1)], USUAL))
+    for _ in range(3):  # later jobs reuse the name of the file
+        check(start([single_host(rank, 3) for rank in (2, 0, 1)], USUAL))
         assert list(folder.iterdir()) == []
 
 
@@ -110,17 +110,17 @@ def test_the_file_is_removed_when_all_have_joined(folder: Path) -> None:
 def test_a_stale_file_is_read_again(folder: Path, text: str) -> None:
     with addresses.listen("127.0.0.1") as dead:
         port = dead.getsockname()[1]
-    file = Path(CredentialsFile(here(0)).path)
+    file = Path(CredentialsFile(single_host(0)).path)
     file.write_text(text % (port, SECRET) if "%d" in text else text)
     file.chmod(0o600)
-    (late,) = start([here(1)], USUAL)
+    (late,) = start([single_host(1)], USUAL)
     time.sleep(0.1)
-    check([*start([here(0)], USUAL), late])
+    check([*start([single_host(0)], USUAL), late])
 
 
-def test_a_file_that_others_could_write_is_not_trusted(folder: Path) -> None:
+def test_a_file_that_others_can_write_is_ignored(folder: Path) -> None:
     credentials = JobCredentials("127.0.0.1:1", bytes(32), "0123456789abcdef")
-    file = CredentialsFile(here(0))
+    file = CredentialsFile(single_host(0))
     file.write(credentials)
     assert file.read() == credentials
     os.chmod(file.path, 0o622)
@@ -134,15 +134,15 @@ def test_a_file_that_others_could_write_is_not_trusted(folder: Path) -> None:
 def test_a_folder_that_others_can_use_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        CredentialsFile(here(0))
+        CredentialsFile(single_host(0))
     folder.rmdir()
     folder.symlink_to(folder.parent)
     with pytest.raises(StartupError, match="must be a folder that only this user can"):
-        CredentialsFile(here(0))
+        CredentialsFile(single_host(0))
 
 
 def test_rank_0_never_appears(folder: Path) -> None:
-    (alone,) = start([here(1, identity="")], Config(start_timeout=0.3))
+    (alone,) = start([single_host(1, identity="")], Config(start_timeout=0.3))
     with pytest.raises(StartupError) as error:
         alone.result()
     assert str(error.value) == (
@@ -151,10 +151,10 @@ def test_rank_0_never_appears(folder: Path) -> None:
     )
 
 
-def test_a_rank_that_never_appears_is_named_and_the_file_is_removed(
+def test_a_missing_rank_is_named_and_the_file_is_removed(
     folder: Path,
 ) -> None:
-    futures = start([here(0, 3), here(2, 3)], Config(start_timeout=2.0))
+    futures = start([single_host(0, 3), single_host(2, 3)], Config(start_timeout=2.0))
     for future in futures:
         with pytest.raises(StartupError, match=r"rank 1 of 3 did not join within 2 s"):
             future.result()
@@ -162,7 +162,7 @@ def test_a_rank_that_never_appears_is_named_and_the_file_is_removed(
 
 
 def test_two_jobs_at_the_same_time(folder: Path) -> None:
-    infos = [here(rank, 2, name) for rank in (0, 1) for name in ("one", "two")]
+    infos = [single_host(rank, 2, name) for rank in (0, 1) for name in ("one", "two")]
     futures = start(infos, USUAL)
     assert check(futures[::2])[0].job != check(futures[1::2])[0].job
 
@@ -175,36 +175,39 @@ def settings(**more: Any) -> Config:
     return Config(**values | more)
 
 
-def test_ranks_of_several_hosts_compute_the_port() -> None:
-    found = check(start([there(rank, 3) for rank in (1, 0, 2)], settings()))
+def test_ranks_of_several_hosts_derive_the_port() -> None:
+    found = check(start([several_hosts(rank, 3) for rank in (1, 0, 2)], settings()))
     assert found[0].secret == bytes.fromhex(SECRET)
     assert found[0].job == derive_job_id("test 2", 3)
 
 
-def test_a_taken_port_is_passed_over() -> None:
-    infos = [there(rank, identity="taken") for rank in (0, 1)]
+def test_a_taken_port_is_skipped() -> None:
+    infos = [several_hosts(rank, identity="taken") for rank in (0, 1)]
     port = rendezvous_discovery._candidate_ports(infos[0])[0]
     with addresses.listen("127.0.0.1", port):
-        check(start(infos, settings(start_timeout=10.0)))  # an eighth for each port
+        # Each candidate port is tried for an eighth of the start timeout.
+        check(start(infos, settings(start_timeout=10.0)))
 
 
-def test_the_engines_port_comes_first() -> None:
-    assert rendezvous_discovery._candidate_ports(there(0, port=4000)) == [
+def test_the_engines_port_is_tried_first() -> None:
+    assert rendezvous_discovery._candidate_ports(several_hosts(0, port=4000)) == [
         4000,
         4001,
         4002,
         4003,
     ]
-    assert rendezvous_discovery._candidate_ports(there(0, port=65535)) == [65535]
+    assert rendezvous_discovery._candidate_ports(several_hosts(0, port=65535)) == [
+        65535
+    ]
     assert all(
         61000 <= port < 65536
-        for port in rendezvous_discovery._candidate_ports(there(0))
+        for port in rendezvous_discovery._candidate_ports(several_hosts(0))
     )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_without_a_secret_it_says_what_to_set(rank: int) -> None:
-    (future,) = start([there(rank)], settings(secret=""))
+def test_a_missing_secret_is_an_error_with_advice(rank: int) -> None:
+    (future,) = start([several_hosts(rank)], settings(secret=""))
     with pytest.raises(StartupError) as error:
         future.result()
     assert str(error.value).startswith(
@@ -212,14 +215,14 @@ def test_without_a_secret_it_says_what_to_set(rank: int) -> None:
     )
 
 
-def test_without_the_host_of_rank_0_it_says_what_to_set() -> None:
-    (future,) = start([there(1, rank0_host="")], settings())
+def test_a_missing_host_of_rank_0_is_an_error_with_advice() -> None:
+    (future,) = start([several_hosts(1, rank0_host="")], settings())
     with pytest.raises(StartupError, match="set MASTER_ADDR to the name of its host"):
         future.result()
 
 
-def test_another_secret_is_refused_in_the_end() -> None:
-    infos = [there(rank, identity="secrets") for rank in (0, 1)]
+def test_another_secret_is_refused_after_the_timeout() -> None:
+    infos = [several_hosts(rank, identity="secrets") for rank in (0, 1)]
     (zero,) = start(infos[:1], settings(start_timeout=3.0))
     (one,) = start(infos[1:], settings(start_timeout=1.5, secret="ab" * 32))
     with pytest.raises(StartupError, match="does not know this job's secret"):

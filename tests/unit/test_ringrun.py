@@ -1,4 +1,4 @@
-"""ringrun's command line, output and exit codes; the ranks are shell one-liners."""
+"""Tests of ringrun's command line, output and exit codes, with short shell scripts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def last_line(done: Done) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_a_job_without_ringjax_just_runs() -> None:
+def test_a_job_without_ringjax_runs() -> None:
     done = ringrun("-np", "2", "true")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-# ringrun, or its agent, where no wait of ours ends by a clock.
+# A program that runs ringrun or its agent, and fails if ringjax sleeps. Its select()
+# has no timeout, so a start that needs a timer hangs.
 TIMELESS = """
 import runpy, selectors, sys, time
 from ringjax.run.hosts import agent_pool
@@ -44,8 +45,8 @@ runpy.run_module(module, run_name="__main__")
 """
 
 
-def test_a_start_loads_little_and_waits_for_no_clock() -> None:
-    """So it takes what two Pythons take to begin: 0.16 s on two idle cores."""
+def test_a_start_imports_little_and_waits_for_no_timer() -> None:
+    """A start takes as long as two Python interpreters: 0.16 s on two idle cores."""
 
     def loaded(*words: str) -> list[str]:
         done = subprocess.run(
@@ -63,10 +64,10 @@ def test_a_start_loads_little_and_waits_for_no_clock() -> None:
     found, before = loaded("-c", TIMELESS, "-np", "2", "true"), loaded("-c", "")
     assert found.count("ringjax.run.hosts") == 2  # in ringrun and in its agent
     foreign = {x.partition(".")[0] for x in {*found} - {*before}}
-    # `copy` looks for org.python.core, which Jython has.
+    # The module `copy` tries to import org.python.core, which exists only in Jython.
     assert foreign <= {*sys.stdlib_module_names, "ringjax", "org"}
     assert "asyncio" not in found
-    assert len(found) < 700  # half of them today, in both processes
+    assert len(found) < 700  # both processes together; today it is half as many
 
 
 def test_exit_code_and_reason_of_the_first_failure() -> None:
@@ -76,13 +77,13 @@ def test_exit_code_and_reason_of_the_first_failure() -> None:
     assert last_line(done) == "ringrun: rank 1 failed: boom (exit code 7)"
 
 
-def test_notes_of_jax_are_no_reason() -> None:
+def test_notes_of_jax_are_not_the_reason() -> None:
     note = "--------------------\nFor simplicity, JAX has removed its internal frames"
     done = ringrun("-np", "1", *sh(f"echo 'ValueError: x\n{note} …' >&2; exit 1"))
     assert last_line(done) == "ringrun: rank 0 failed: ValueError: x (exit code 1)"
 
 
-def test_the_link_below_an_error_of_ours_is_no_reason() -> None:
+def test_the_help_line_is_not_the_reason() -> None:
     code = "import ringjax; raise ringjax.errors.StartupError('nobody came')"
     done = ringrun("-np", "1", sys.executable, "-c", code)
     assert "Help: ringjax explain StartupError\n" in done.stderr
@@ -90,7 +91,7 @@ def test_the_link_below_an_error_of_ours_is_no_reason() -> None:
     assert last_line(done) == f"ringrun: rank 0 failed: {why}"
 
 
-def test_a_crash_is_the_reason_and_not_what_is_printed_behind_it() -> None:
+def test_the_line_about_a_crash_is_the_reason() -> None:
     code = "import faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
     done = ringrun("-np", "1", sys.executable, "-c", code)
     crash = "Fatal Python error: Segmentation fault (killed by signal 11 (SIGSEGV))"
@@ -109,7 +110,7 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
     assert ringrun("-np", "2", *sh(script)).returncode == 3
 
 
-def test_an_early_end_without_an_error_is_fine(tmp_path: Path) -> None:
+def test_a_rank_may_exit_early_without_an_error(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     script = f'[ $RINGJAX_RANK = 0 ] && exit 0; while [ ! -e "{flag}" ]; do :; done'
     words = [sys.executable, "-P", "-m", "ringjax.run", "--verbose", "-np", "2"]
@@ -138,7 +139,7 @@ def test_commands_that_cannot_run(tmp_path: Path) -> None:
     assert "Permission denied" in last_line(done)
 
 
-def test_variables_are_handed_on() -> None:
+def test_variables_are_passed_to_ranks() -> None:
     words = ("-x", "COLOUR", "-x", "SHAPE=round", "-x", "NOT_SET", "-x", "EMPTY=")
     script = sh("echo $COLOUR $SHAPE ${NOT_SET-none} ${EMPTY-none}.")
     done = ringrun("-np", "1", *words, *script, COLOUR="red")
@@ -149,7 +150,7 @@ def test_variables_are_handed_on() -> None:
     assert ringrun("-np", "1", "-x", "=3", "true").returncode == 2
 
 
-def test_everything_after_the_command_is_its_own() -> None:
+def test_options_after_the_command_belong_to_it() -> None:
     line = "-np 7 --verbose -H x:1 --log begins --several options --"
     done = ringrun("-np", "1", "echo", *line.split())
     assert done.stdout == f"[0]<stdout>:{line}\n"
@@ -167,7 +168,7 @@ HOROVOD = """
 """
 
 
-def test_a_command_line_of_horovod_is_understood() -> None:
+def test_a_command_line_of_horovod_is_accepted() -> None:
     done = ringrun(*HOROVOD.split(), *sh("env"))
     assert done.returncode == 0, done.stderr
     for line in (
@@ -213,7 +214,7 @@ def test_a_command_line_of_horovod_is_understood() -> None:
         (["-np", "1", "--cycle-time-ms", "-1", "true"], "-1 is less than 0"),
     ],
 )
-def test_what_cannot_be_done_is_said(words: list[str], message: str) -> None:
+def test_wrong_options_are_errors(words: list[str], message: str) -> None:
     done = ringrun(*words)
     assert done.returncode == 2
     assert message in last_line(done)
@@ -269,7 +270,7 @@ def test_config_file_with_a_wrong_value(tmp_path: Path) -> None:
     assert "cache_capacity is 1.5: expected a whole number" in last_line(done)
 
 
-def test_what_ranks_get_unless_somebody_says_otherwise() -> None:
+def test_default_malloc_settings_of_ranks() -> None:
     done = ringrun("-np", "1", *sh("env"))
     (line,) = [x for x in done.stdout.splitlines() if "GLIBC_TUNABLES=" in x]
     tunables = [x.split("=") for x in line.partition("=")[2].split(":")]
@@ -282,7 +283,7 @@ def test_what_ranks_get_unless_somebody_says_otherwise() -> None:
     assert "GLIBC_TUNABLES=glibc.malloc.check=0\n" in chosen.stdout
 
 
-def test_a_job_inside_an_elastic_one_is_not_elastic() -> None:
+def test_a_job_inside_an_elastic_job_is_not_elastic() -> None:
     done = ringrun("-np", "1", *sh("env"), RINGJAX_ELASTIC="1", RINGJAX_WORKER="7")
     assert done.returncode == 0
     assert "RINGJAX_ELASTIC" not in done.stdout
@@ -314,7 +315,7 @@ def test_version_and_check_build() -> None:
         assert re.search(version, text), text
 
 
-def test_everything_public_is_there() -> None:
+def test_public_names_of_ringjax_resolve() -> None:
     import ringjax
 
     assert {"init", "allreduce", "allreduce_grads", "run"} <= set(dir(ringjax))

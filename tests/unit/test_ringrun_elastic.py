@@ -1,6 +1,6 @@
-"""Elastic jobs under ringrun with their real coordinator.
+"""Tests of elastic jobs under ringrun with the real coordinator.
 
-The workers keep to its protocol by themselves, without jax and without the native core.
+The workers follow the coordinator's protocol without jax and without the native core.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def start(start_job: StartJob, folder: Path) -> StartJob:
     return begin
 
 
-def said(job: Job) -> list[str]:
-    """ringrun's own lines, without process ids."""
+def ringrun_lines(job: Job) -> list[str]:
+    """Returns the lines of ringrun itself, without process ids."""
     found = job.launcher_output().splitlines()
     lines = [line.removeprefix("ringrun: ") for line in found if "ringrun: " in line]
     words = [line.split(", pid ") for line in lines]
@@ -59,7 +59,7 @@ def test_a_job_without_losses(start: StartJob, folder: Path) -> None:
     for rank in range(3):
         job.wait_for(rank, f"epoch 0 start: {rank}/3")
     assert finish(job, folder) == 0
-    assert said(job) == []
+    assert ringrun_lines(job) == []
 
 
 def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
     job.wait_for(0, "resize: 0/3")
     wait_for(job, "joined as rank 2")
     assert finish(job, folder) == 0
-    assert said(job) == [
+    assert ringrun_lines(job) == [
         "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on",
         "worker 3 joined as rank 2; 3 ranks",
     ]
@@ -79,7 +79,7 @@ def test_a_killed_rank_is_replaced(start: StartJob, folder: Path) -> None:
     assert "[2]<stdout>:end" in job.launcher_output()
 
 
-def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
+def test_sigterm_to_a_rank_makes_it_leave(start: StartJob, folder: Path) -> None:
     job = start(3, MEMBER_PROGRAM)
     job.wait_for(0, "epoch 0 start")
     job.kill(2, signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_sigterm_makes_a_rank_leave(start: StartJob, folder: Path) -> None:
     job.wait_for(0, "resize: 0/2")
     wait_for(job, "has left")
     assert finish(job, folder) == 0
-    assert said(job) == ["rank 2 (worker 2) has left; 2 ranks go on"]
+    assert ringrun_lines(job) == ["rank 2 (worker 2) has left; 2 ranks go on"]
 
 
 @pytest.mark.parametrize("least", ["1", "3"])
@@ -104,12 +104,12 @@ def test_sigterm_to_all_ends_the_job(start: StartJob, least: str) -> None:
         os.kill(pid, signal.SIGTERM)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    assert job.wait(20) == 143  # and not only when the 25 s to leave are over
-    assert said(job)[-1] == "every rank has left, as it was asked to"
+    assert job.wait(20) == 143  # before the limit of 25 s for leaving
+    assert ringrun_lines(job)[-1] == "every rank has left, as it was asked to"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_ringrun_is_asked_to_have_all_leave(
+def test_a_signal_to_ringrun_makes_all_ranks_leave(
     start: StartJob, number: signal.Signals
 ) -> None:
     job = start(3, MEMBER_PROGRAM)
@@ -119,7 +119,9 @@ def test_ringrun_is_asked_to_have_all_leave(
     assert job.wait() == 143
     assert all("Dismiss" in job.output(rank) for rank in range(3))
     ends = {signal.SIGTERM: "ended by SIGTERM"}
-    assert said(job)[-1] == ends.get(number, "every rank has left, as it was asked to")
+    assert ringrun_lines(job)[-1] == ends.get(
+        number, "every rank has left, as it was asked to"
+    )
 
 
 FAILS = """
@@ -132,21 +134,21 @@ follow(job)
 """
 
 
-def test_an_exception_is_said_and_the_rank_replaced(
+def test_a_rank_with_an_exception_is_reported_and_replaced(
     start: StartJob, folder: Path
 ) -> None:
     job = start(2, MEMBER + FAILS.format(worker=0, seconds=0.2))
     wait_for(job, "worker 2 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
-    # test_replacement_policy.py checks which line is shown.
-    # Ringrun waits 0.3 s for the exit code.
-    assert said(job)[0] in (
+    # ringrun waits 0.3 s for the exit code. test_replacement_policy.py checks which of
+    # the two lines is shown.
+    assert ringrun_lines(job)[0] in (
         "rank 0 (worker 0) failed: ValueError: boom (exit code 5); 1 rank goes on",
         "rank 0 (worker 0) was declared lost: failed: ValueError: boom; 1 rank goes on",
     )
 
 
-def test_a_newcomer_that_reported_an_error_and_stays_is_replaced(
+def test_a_newcomer_that_reports_an_error_and_hangs_is_replaced(
     start: StartJob, folder: Path
 ) -> None:
     job = start(2, MEMBER + FAILS.format(worker=2, seconds=1000))
@@ -154,10 +156,12 @@ def test_a_newcomer_that_reported_an_error_and_stays_is_replaced(
     job.kill(1)
     wait_for(job, "worker 3 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
-    assert any("worker 2" in line and "ValueError: boom" in line for line in said(job))
+    assert any(
+        "worker 2" in line and "ValueError: boom" in line for line in ringrun_lines(job)
+    )
 
 
-def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
+def test_an_error_of_all_ranks_is_the_reason_before_they_exit(
     start: StartJob,
 ) -> None:
     script = MEMBER + (
@@ -165,7 +169,7 @@ def test_the_error_of_all_ranks_is_the_jobs_however_slowly_they_end(
     )
     job = start(2, script, "--min-np", "2")
     assert job.wait() == 1, job.launcher_output()
-    assert "failed: TypeError: boom" in said(job)[-1]
+    assert "failed: TypeError: boom" in ringrun_lines(job)[-1]
 
 
 def test_fewer_than_min_np(start: StartJob) -> None:
@@ -174,20 +178,20 @@ def test_fewer_than_min_np(start: StartJob) -> None:
     job.wait_for(0, "epoch 0 start")
     job.kill(1)
     assert job.wait() == 1
-    last = said(job)[-1]
+    last = ringrun_lines(job)[-1]
     assert "2" in last and "1 s" in last, last
 
 
-def test_the_job_does_not_start(start: StartJob) -> None:
+def test_the_start_timeout_ends_a_job(start: StartJob) -> None:
     script = MEMBER + "if worker > 0: time.sleep(1000)\nfollow(join_job())\n"
     job = start(3, script, "--min-np", "2", "--start-timeout", "1")
     assert job.wait() == 1
-    assert said(job)[-1].startswith("the job did not start: ")
+    assert ringrun_lines(job)[-1].startswith("the job did not start: ")
 
 
 @pytest.fixture
 def two_hosts(start_job: StartJob, folder: Path, ssh: dict[str, str]) -> Job:
-    """Runs rank 0 on this host, and ranks 1 and 2 on another one."""
+    """Runs rank 0 on this host, and ranks 1 and 2 on host n1."""
     env = {**ssh, "FOLDER": str(folder)}
     job = start_job(3, MEMBER_PROGRAM, env, ["--min-np", "1", "-H", "localhost:1,n1:2"])
     job.wait_for(2, "epoch 0 start")
@@ -200,7 +204,7 @@ def _calls(folder: Path) -> int:
 
 
 def _agents(job: Job, *, here: bool) -> list[int]:
-    """Returns the agents of ringrun on this host, or those behind a client."""
+    """Returns the agents that ringrun has started itself, or those behind a client."""
     agents = [
         pid
         for pid, text in leaks.processes(job.id).items()
@@ -209,7 +213,7 @@ def _agents(job: Job, *, here: bool) -> list[int]:
     return [pid for pid in agents if (_parent(pid) == job.pid) == here]
 
 
-def test_another_host_is_lost_and_connected_again(two_hosts: Job, folder: Path) -> None:
+def test_a_lost_host_is_connected_again(two_hosts: Job, folder: Path) -> None:
     job = two_hosts
     [agent] = _agents(job, here=False)
     os.kill(agent, signal.SIGKILL)
@@ -217,7 +221,7 @@ def test_another_host_is_lost_and_connected_again(two_hosts: Job, folder: Path) 
     wait_for(job, "joined as rank 2")
     assert finish(job, folder) == 0
     lost = "lost its host, ssh ended (137)"
-    assert said(job)[:2] == [
+    assert ringrun_lines(job)[:2] == [
         f"rank 1 (worker 1, on n1): {lost}; 1 rank goes on",
         f"rank 2 (worker 2, on n1): {lost}; 1 rank goes on",
     ]
@@ -225,13 +229,13 @@ def test_another_host_is_lost_and_connected_again(two_hosts: Job, folder: Path) 
 
 
 def test_the_agent_of_the_first_host_is_replaced(two_hosts: Job, folder: Path) -> None:
-    """Other hosts go on: what reaches them does not end with it."""
+    """Other hosts continue, because the clients that reach them do not end."""
     job = two_hosts
     [agent] = _agents(job, here=True)
     os.kill(agent, signal.SIGKILL)
     wait_for(job, "worker 3 on localhost joined as rank 2; 3 ranks")
     first = "rank 0 (worker 0, on localhost): its agent on this host died"
-    assert said(job)[0] == f"{first}; 2 ranks go on"
+    assert ringrun_lines(job)[0] == f"{first}; 2 ranks go on"
     assert _calls(folder) == 1
     [agent] = _agents(
         job, here=False
@@ -240,7 +244,9 @@ def test_the_agent_of_the_first_host_is_replaced(two_hosts: Job, folder: Path) -
     wait_for(job, "on n1 joined as rank 1")
     wait_for(job, "on n1 joined as rank 2; 3 ranks")
     assert finish(job, folder) == 0
-    assert "rank 0 (worker 1, on n1): lost its host; 1 rank goes on" in said(job)
+    assert "rank 0 (worker 1, on n1): lost its host; 1 rank goes on" in ringrun_lines(
+        job
+    )
     assert _calls(folder) == 2
 
 
@@ -250,7 +256,7 @@ def _parent(pid: int) -> int:
 
 
 def _coordinator(job: Job) -> int:
-    """Its process; one that was just started may not yet be there."""
+    """Waits for the coordinator's process and returns its id."""
     deadline = time.monotonic() + LONG
     while True:
         pids = [
@@ -264,7 +270,7 @@ def _coordinator(job: Job) -> int:
         time.sleep(0.02)
 
 
-def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
+def test_a_killed_coordinator_is_restarted(start: StartJob, folder: Path) -> None:
     job = start(3, MEMBER_PROGRAM)
     job.wait_for(2, "epoch 0 start")
     os.kill(_coordinator(job), signal.SIGKILL)
@@ -274,14 +280,14 @@ def test_kill_9_of_the_coordinator(start: StartJob, folder: Path) -> None:
     os.kill(_coordinator(job), signal.SIGKILL)
     wait_for(job, "the coordinator ended", 2)
     assert finish(job, folder) == 0
-    lines = [line for line in said(job) if "coordinator" not in line]
+    lines = [line for line in ringrun_lines(job) if "coordinator" not in line]
     assert lines == [
         "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 2 ranks go on",
         "worker 3 joined as rank 2; 3 ranks",
     ]
 
 
-def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
+def test_a_stopped_coordinator_is_restarted(start: StartJob, folder: Path) -> None:
     job = start(2, MEMBER_PROGRAM)
     job.wait_for(1, "epoch 0 start")
     os.kill(_coordinator(job), signal.SIGSTOP)
@@ -291,7 +297,7 @@ def test_a_coordinator_that_stands_still(start: StartJob, folder: Path) -> None:
     job.kill(1)
     wait_for(job, "worker 2 joined as rank 1; 2 ranks")
     assert finish(job, folder) == 0
-    assert [line for line in said(job) if "coordinator" not in line] == [
+    assert [line for line in ringrun_lines(job) if "coordinator" not in line] == [
         "rank 1 (worker 1) was killed by signal 9 (SIGKILL); 1 rank goes on",
         "worker 2 joined as rank 1; 2 ranks",
     ]
@@ -309,14 +315,14 @@ def test_a_rank_and_the_coordinator_are_killed_together(
     assert finish(job, folder) == 0
 
 
-def test_a_coordinator_that_cannot_live_ends_the_job(start: StartJob) -> None:
+def test_a_coordinator_that_always_dies_ends_the_job(start: StartJob) -> None:
     job = start(2, MEMBER_PROGRAM)
     job.wait_for(1, "epoch 0 start")
     for number in range(6):
         wait_for(job, "it is started again", number)
         os.kill(_coordinator(job), signal.SIGKILL)
     assert job.wait() == 1
-    assert "the coordinator ends again and again" in said(job)[-1]
+    assert "the coordinator ends again and again" in ringrun_lines(job)[-1]
 
 
 # The first two workers never commit, so no other worker can join them.
@@ -330,7 +336,7 @@ follow(job)
 )
 
 
-def last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
+def start_last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
     """Starts a job, and waits until one member is left and a newcomer is ready."""
     job = start(2, NEVER_COMMIT)
     job.wait_for(1, "epoch 0 start")
@@ -341,8 +347,10 @@ def last_member(start: StartJob, folder: Path) -> tuple[Job, int]:
     return job, first
 
 
-def test_newcomers_go_on_without_the_last_member(start: StartJob, folder: Path) -> None:
-    job, last = last_member(start, folder)
+def test_newcomers_restart_after_the_last_member_is_killed(
+    start: StartJob, folder: Path
+) -> None:
+    job, last = start_last_member(start, folder)
     os.kill(last, signal.SIGKILL)
     wait_for(job, "the last rank is lost: newcomers begin afresh")
     wait_for(job, "start: 0/1")
@@ -353,10 +361,10 @@ def test_newcomers_go_on_without_the_last_member(start: StartJob, folder: Path) 
 def test_an_error_of_the_last_member_ends_the_job(
     start: StartJob, folder: Path
 ) -> None:
-    job, last = last_member(start, folder)
+    job, last = start_last_member(start, folder)
     os.kill(last, signal.SIGUSR1)
     assert job.wait() == 5, job.launcher_output()
-    assert said(job)[-1] == "rank 0 (worker 0) failed: boom (exit code 5)"
+    assert ringrun_lines(job)[-1] == "rank 0 (worker 0) failed: boom (exit code 5)"
 
 
 def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
@@ -370,4 +378,6 @@ def test_the_job_ends_with_its_last_member(start: StartJob) -> None:
     )  # earlier, both workers would be members of the failed epoch
     job.kill(0)
     assert job.wait() == 137
-    assert said(job)[-1] == "rank 0 (worker 0) was killed by signal 9 (SIGKILL)"
+    assert (
+        ringrun_lines(job)[-1] == "rank 0 (worker 0) was killed by signal 9 (SIGKILL)"
+    )

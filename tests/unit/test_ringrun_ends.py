@@ -1,7 +1,6 @@
-"""Ends of a job from outside: Ctrl-C, kill -9, ssh; no process may be left.
+"""Tests of jobs that are ended from outside: Ctrl-C, kill -9, ssh. No process may stay.
 
-"Other hosts" are this machine behind a stand-in for ssh, which runs the remote command
-in a shell of its own.
+"Other hosts" are this machine: a stand-in for ssh runs the remote command in a shell.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from ringjax.run.shutdown import Shutdown
 both = pytest.mark.parametrize(
     "elastic", [[], ["--min-np", "1"]], ids=["static", "elastic"]
 )
-# Says when it runs, then resists SIGINT and SIGTERM, and so does its own child.
-STUBBORN = "trap '' INT TERM; sleep 1000 & echo ready; sleep 1000 & wait; wait"
+# A rank that prints "ready", and ignores SIGINT and SIGTERM, as do its children.
+IGNORE_SIGNALS = "trap '' INT TERM; sleep 1000 & echo ready; sleep 1000 & wait; wait"
 
 
 class Running:
-    """A ringrun of our own, on a terminal if asked for."""
+    """A running ringrun, on a terminal if `terminal` is set."""
 
     def __init__(
         self, words: Sequence[str], env: Mapping[str, str], terminal: bool
@@ -59,7 +58,7 @@ class Running:
         self.writer = self._reader
 
     def read_until(self, word: str, times: int = 1, limit: float = LONG) -> str:
-        """Reads output until a word came so often; an empty word means its end."""
+        """Reads output until `word` occurs `times` times; to the end if it is empty."""
         deadline = time.monotonic() + limit
         while not word or self.text.count(word.encode()) < times:
             left = deadline - time.monotonic()
@@ -77,7 +76,7 @@ class Running:
         return self.text.decode()
 
     def end(self) -> tuple[int, str]:
-        """Waits for the end, not for as long as a rank sleeps: exit code, output."""
+        """Waits until ringrun ends. Returns its exit code and output."""
         text = self.read_until("")
         return self.process.wait(LONG), text
 
@@ -101,7 +100,7 @@ def _take_terminal() -> None:
 
 
 class Start:
-    """Starts ringruns, and checks at the end that no process of them is left."""
+    """Starts ringruns. The fixture `start` checks that they leave no process behind."""
 
     def __init__(self) -> None:
         self.running: list[Running] = []
@@ -123,7 +122,7 @@ def start() -> Iterator[Start]:
 
 @both
 def test_control_c_on_a_terminal(start: Start, elastic: list[str]) -> None:
-    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN, terminal=True)
+    job = start("-np", "2", *elastic, "sh", "-c", IGNORE_SIGNALS, terminal=True)
     text = job.read_until("ready", 2)
     assert "\x1b[" in text
     assert "<stdout>" not in text
@@ -133,7 +132,7 @@ def test_control_c_on_a_terminal(start: Start, elastic: list[str]) -> None:
     assert text.rstrip().endswith("ringrun: ended by SIGINT")
 
 
-def test_no_colour_if_not_wanted(start: Start) -> None:
+def test_no_color_disables_colors(start: Start) -> None:
     job = start("-np", "1", "echo", "hello", terminal=True, env={"NO_COLOR": "1"})
     assert job.end()[1] == "[0] hello\r\n"
 
@@ -149,7 +148,7 @@ def test_ranks_get_control_c_as_sigint(start: Start) -> None:
 
 
 def test_a_second_control_c_ends_at_once(start: Start) -> None:
-    job = start("-np", "2", "sh", "-c", STUBBORN, terminal=True)
+    job = start("-np", "2", "sh", "-c", IGNORE_SIGNALS, terminal=True)
     job.read_until("ready", 2)
     os.write(job.writer, b"\x03")
     job.read_until("^C")
@@ -158,7 +157,7 @@ def test_a_second_control_c_ends_at_once(start: Start) -> None:
     assert job.end()[0] == 130
 
 
-def test_a_second_control_c_skips_what_the_first_one_would_wait_for() -> None:
+def test_a_second_interrupt_sends_sigkill() -> None:
     ending = Shutdown()
     ending.interrupt(signal.SIGINT)
     assert list(ending.due_signals()) == [signal.SIGINT]
@@ -167,7 +166,7 @@ def test_a_second_control_c_skips_what_the_first_one_would_wait_for() -> None:
 
 
 def test_sigterm(start: Start) -> None:
-    job = start("-np", "2", "sh", "-c", STUBBORN)
+    job = start("-np", "2", "sh", "-c", IGNORE_SIGNALS)
     job.read_until("ready", 2)
     job.process.terminate()
     code, text = job.end()
@@ -175,7 +174,7 @@ def test_sigterm(start: Start) -> None:
     assert text.rstrip().endswith("ringrun: ended by SIGTERM")
 
 
-def test_sigusr1_is_handed_on(start: Start) -> None:
+def test_sigusr1_is_forwarded(start: Start) -> None:
     script = "trap 'echo got it; exit 0' USR1; echo ready; while :; do sleep 0.05; done"
     job = start("-np", "2", "sh", "-c", script)
     job.read_until("ready", 2)
@@ -185,11 +184,11 @@ def test_sigusr1_is_handed_on(start: Start) -> None:
     assert text.count("]<stdout>:got it") == 2
 
 
-def test_control_c_while_nobody_reads_our_output(start: Start) -> None:
+def test_control_c_while_the_output_pipe_is_full(start: Start) -> None:
     job = start("-np", "2", "sh", "-c", "yes flood")
     job.read_until("flood")
     before = len(job.text)
-    # Wait until ringrun hangs in a write, the only way for its state to be 'S' in it.
+    # Wait until ringrun blocks in a write to the full pipe.
     until(lambda: _writes(job.process.pid))
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(LONG) == 130
@@ -206,7 +205,7 @@ def _writes(pid: int) -> bool:
 
 @both
 def test_kill_9_of_ringrun_leaves_nothing(start: Start, elastic: list[str]) -> None:
-    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN)
+    job = start("-np", "2", *elastic, "sh", "-c", IGNORE_SIGNALS)
     job.read_until("ready", 2)
     assert len(job.processes()) >= 6
     job.process.kill()
@@ -215,7 +214,7 @@ def test_kill_9_of_ringrun_leaves_nothing(start: Start, elastic: list[str]) -> N
 
 @both
 def test_kill_9_of_the_agent_leaves_nothing(start: Start, elastic: list[str]) -> None:
-    job = start("-np", "2", *elastic, "sh", "-c", STUBBORN)
+    job = start("-np", "2", *elastic, "sh", "-c", IGNORE_SIGNALS)
     job.read_until("ready", 2)
     [agent] = [
         pid
@@ -234,7 +233,7 @@ def test_daemons_do_not_outlive_the_job(start: Start) -> None:
     assert job.end()[0] == 0
 
 
-def test_a_closed_output_pipe_costs_the_output_only(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_does_not_end_the_job(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     rank = f"echo y; until [ -e {closed} ]; do sleep 0.02; done; echo y; echo y; "
     rank += f"touch {tmp_path}/done"
@@ -256,7 +255,7 @@ def test_a_closed_output_pipe_costs_the_output_only(tmp_path: Path) -> None:
 
 @both
 @pytest.mark.parametrize("closed", [">/dev/full", "2>/dev/full", ">&-", "2>&-"])
-def test_output_that_cannot_be_written(
+def test_unwritable_output_does_not_end_the_job(
     tmp_path: Path, closed: str, elastic: list[str]
 ) -> None:
     rank = f"echo out; echo err >&2; sleep 0.3; echo out; touch {tmp_path}/done"
@@ -275,8 +274,8 @@ def test_output_that_cannot_be_written(
     assert said == closed.endswith("full")
 
 
-def test_a_full_disk_behind_the_copies(tmp_path: Path) -> None:
-    """A copy that cannot be written is given up; the others are whole."""
+def test_a_full_disk_ends_only_one_output_copy(tmp_path: Path) -> None:
+    """ringrun stops writing the copy on the full disk; other copies are complete."""
     folder = tmp_path / "logs" / "rank.0"
     folder.mkdir(parents=True)
     (folder / "stdout").symlink_to("/dev/full")
@@ -331,13 +330,13 @@ def test_host_that_cannot_be_reached(start: Start, ssh: dict[str, str]) -> None:
 
 
 def test_kill_9_with_other_hosts(start: Start, ssh: dict[str, str]) -> None:
-    job = start("-H", "localhost:1,n1:2", "sh", "-c", STUBBORN, env=ssh)
+    job = start("-H", "localhost:1,n1:2", "sh", "-c", IGNORE_SIGNALS, env=ssh)
     job.read_until("ready", 3)
     job.process.kill()
     until(lambda: not job.processes())
 
 
-def test_control_c_is_sigint_on_other_hosts_too(
+def test_control_c_is_sigint_on_other_hosts(
     start: Start, ssh: dict[str, str], tmp_path: Path
 ) -> None:
     # Like the real ssh, this stand-in forwards all messages and dies of a SIGINT.
@@ -358,7 +357,7 @@ def test_control_c_is_sigint_on_other_hosts_too(
 
 
 @both
-def test_the_secret_is_in_no_command_line(
+def test_no_command_line_contains_the_secret(
     start: Start, ssh: dict[str, str], elastic: list[str]
 ) -> None:
     script = "echo secret $RINGJAX_SECRET; sleep 1000"

@@ -1,6 +1,6 @@
-"""ringrun and its coordinator: who is blamed, and jobs that never get together.
+"""Tests of ringrun and its coordinator: the reported cause, and ranks that do not join.
 
-The ranks join by themselves, without jax and without the native core.
+The ranks join the job without jax and without the native core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def enter():
 """
 
 
-def test_the_reason_is_what_the_first_rank_reported(start_job: StartJob) -> None:
+def test_the_reason_is_the_first_reported_failure(start_job: StartJob) -> None:
     script = """
 client = enter()
 pids = client.exchange(os.getpid(), 40.0, "pids")
@@ -47,13 +47,12 @@ sys.exit("PeerLost: rank 1 failed: ValueError: boom")
     assert last == "ringrun: rank 1 failed: ValueError: boom (exit code 5)"
 
 
-def test_start_timeout_names_who_never_came(
-    start_job: StartJob, tmp_path: Path
-) -> None:
+def test_start_timeout_names_missing_ranks(start_job: StartJob, tmp_path: Path) -> None:
     script = """
 if rank in (1, 3):
     time.sleep(1000)
-# The others join at the same moment, however long their interpreters took to start.
+# The other ranks wait here for each other, because interpreters start at different
+# speeds.
 folder = Path(os.environ["FOLDER"])
 (folder / str(rank)).touch()
 while len(list(folder.iterdir())) < 2:
@@ -69,7 +68,7 @@ enter()
     )
 
 
-def test_a_rank_that_leaves_before_init(start_job: StartJob) -> None:
+def test_a_rank_that_exits_before_init(start_job: StartJob) -> None:
     job = start_job(2, JOIN + "if rank == 0: enter()")
     assert job.wait() == 1
     last = job.launcher_output().strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Input and output of ranks through ringrun: lines, bars, files, terminals."""
+"""Tests of the input and output of ranks: lines, progress bars, files, terminals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.ringrun import ringrun, sh
 from ringjax.run import console as console_module
 
 
-def test_prefixes_and_places() -> None:
+def test_lines_have_prefixes_and_ranks_have_places() -> None:
     done = ringrun(
         "-np", "3", *sh("echo out $RINGJAX_RANK/$HOROVOD_SIZE; echo err >&2")
     )
@@ -35,7 +35,7 @@ def test_lines_of_ranks_are_never_mixed() -> None:
         assert mine == [f"[{rank}]<stdout>:ab"] * 9 + [f"[{rank}]<stdout>:end"]
 
 
-def test_a_progress_bar_in_a_log_is_its_last_state() -> None:
+def test_a_log_has_the_last_state_of_a_progress_bar() -> None:
     words = ["-np", "1", *sh(r"printf '10%%\r20%%\r\ndone\n'")]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "ringjax.run", *words],
@@ -74,7 +74,7 @@ def test_progress_bars_of_several_ranks(
         assert b"\r" not in text
 
 
-def test_a_flood_arrives_whole() -> None:
+def test_large_output_is_complete() -> None:
     code = "import sys; sys.stdout.write(('x' * 99 + '\\n') * 40000)"
     done = ringrun("-np", "2", sys.executable, "-c", code)
     assert done.returncode == 0
@@ -98,7 +98,7 @@ def test_output_files(tmp_path: Path) -> None:
     assert "[10]<stdout>:out 10\n" in done.stdout
 
 
-def test_no_name_is_no_output_files(
+def test_an_empty_name_makes_no_output_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,7 +114,7 @@ def test_timestamps() -> None:
     assert rest == "hello\n"
 
 
-def test_rank_0_reads_what_ringrun_is_given() -> None:
+def test_rank_0_reads_standard_input_of_ringrun() -> None:
     script = sh("read line && echo got $line; cat")
     done = ringrun("-np", "2", "--stdin", "0", *script, given="typed\nmore\n")
     assert done.stdout == "[0]<stdout>:got typed\n[0]<stdout>:more\n", done
@@ -152,7 +152,7 @@ def test_a_breakpoint_on_a_terminal(tmp_path: Path) -> None:
         (("--min-np", "1"), "--stdin 0: not in an elastic job"),
     ],
 )
-def test_where_nobody_can_be_given_the_terminal(
+def test_stdin_option_is_refused_for_other_hosts_and_elastic_jobs(
     words: tuple[str, ...], text: str
 ) -> None:
     done = ringrun("-np", "1", *words, "--stdin", "0", "true")

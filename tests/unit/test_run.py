@@ -1,4 +1,4 @@
-"""`ringjax.run(fn)`: results, exceptions, and no process left behind."""
+"""Tests of `ringjax.run(fn)`: results, exceptions, and no process left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_results_by_rank() -> None:
     assert len({os.getpid(), *(pid for _, pid in results)}) == 4
 
 
-def test_the_package_is_the_function() -> None:
+def test_ringjax_run_is_callable() -> None:
     assert ringjax.run(lambda: "hello") == ["hello"]
     assert ringjax.run(lambda: 1, num_proc=2) == [1, 1]
     assert ringjax.run(lambda: 2, hosts="localhost:2") == [2, 2]
@@ -51,11 +51,11 @@ def test_an_exception_names_the_rank_and_shows_its_traceback() -> None:
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
     text = str(caught.value)
     assert text.startswith("rank 1 failed: KeyError: 'the missing key' (exit code 1)\n")
-    # The line itself only up to cloudpickle 3.1.2: later ones hide the file's name.
+    # The source line is missing with cloudpickle after 3.1.2, which hides file names.
     assert "Traceback" in text and " in task\n" in text
 
 
-def test_a_rank_that_dies() -> None:
+def test_a_killed_rank_raises() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 was killed by signal 9") as caught:
         run(lambda: os.kill(os.getpid(), 9))
     assert caught.value.exit_code == 137
@@ -71,7 +71,7 @@ def test_a_result_that_cannot_be_sent() -> None:
         run(threading.Lock)
 
 
-def test_output_goes_where_ours_goes(
+def test_output_goes_to_stdout_of_the_caller(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "logs")
@@ -83,7 +83,7 @@ def test_output_goes_where_ours_goes(
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hello\n"
 
 
-def test_environment() -> None:
+def test_ranks_get_the_given_environment() -> None:
     base = {k: v for k, v in os.environ.items() if k != "HOME"}
     seen = run(lambda: dict(os.environ), env={**base, "COLOUR": "blue"})[0]
     assert seen["COLOUR"] == "blue"
@@ -101,10 +101,10 @@ def test_ranks_find_modules_of_the_caller(
     assert run(module.task, np=2) == ["found", "found"]
 
 
-def test_ranks_look_for_modules_in_our_order(
+def test_sys_path_of_ranks_has_the_callers_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders that `.pth` files and programs append behind site-packages stay there."""
+    """Folders after site-packages, such as those of `.pth` files, stay after it."""
     (tmp_path / "cloudpickle.py").write_text("raise ImportError('the wrong one')\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     ours = list(dict.fromkeys(map(os.path.abspath, filter(os.path.exists, sys.path))))
@@ -112,7 +112,7 @@ def test_ranks_look_for_modules_in_our_order(
     assert theirs[: len(ours)] == ours
 
 
-def test_from_a_thread() -> None:
+def test_run_works_in_a_thread() -> None:
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.extend(run(lambda: 5, np=2)))
     thread.start()
@@ -120,7 +120,7 @@ def test_from_a_thread() -> None:
     assert results == [5, 5]
 
 
-def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringjax.run.job import Job
 
     signals = [KeyboardInterrupt]

@@ -1,6 +1,6 @@
-"""The list of what a wheel is made of: written by the build, asked for by the checks.
+"""Tests of the SBOM of a wheel, which the build writes and release/check.py requires.
 
-That a real wheel has it is `make wheels`; CycloneDX's schema is asked there, too.
+`make wheels` checks the SBOM of real wheels, and validates it by CycloneDX's schema.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def _packages(folder: Path) -> Path:
-    """A nanobind of version 3.1.0, as far as the script looks."""
+    """Makes those files of nanobind 3.1.0 that the script reads."""
     policy = folder / POLICY
     policy.parent.mkdir(parents=True)
     names = ("MAJOR 1", "MINOR 4", "PATCH 0")
@@ -64,7 +64,7 @@ def _parts(text: str) -> dict[str, dict[str, Any]]:
     return {part["name"]: part for part in json.loads(text)["components"]}
 
 
-def test_it_lists_what_is_inside(tmp_path: Path) -> None:
+def test_the_sbom_lists_all_components(tmp_path: Path) -> None:
     text = _written(tmp_path / "a")
     said = json.loads(text)
     assert (said["bomFormat"], said["specVersion"]) == ("CycloneDX", "1.6")
@@ -84,20 +84,20 @@ def test_it_lists_what_is_inside(tmp_path: Path) -> None:
     assert set(depends["dependsOn"]) == {p["bom-ref"] for p in parts.values()}
 
 
-def test_the_same_build_has_the_same_list(tmp_path: Path) -> None:
+def test_equal_builds_have_equal_sboms(tmp_path: Path) -> None:
     text = _written(tmp_path / "a")
     assert text == _written(tmp_path / "another folder")
     assert str(tmp_path) not in text
 
 
-def test_a_runtime_that_is_not_inside_is_not_listed(tmp_path: Path) -> None:
+def test_a_dynamically_linked_runtime_is_not_listed(tmp_path: Path) -> None:
     needed = b"\0libm.so.6\0libstdc++.so.6\0"
     parts = _parts(_written(tmp_path / "a", ("GNU", "14.2.1"), needed))
     assert "libstdc++" not in parts and parts["GNU"]["version"] == "14.2.1"
     assert "libstdc++" in _parts(_written(tmp_path / "b", ("GNU", "14.2.1")))
 
 
-def test_without_device_code_no_compiler_of_it_is_named(tmp_path: Path) -> None:
+def test_nvcc_is_listed_only_with_device_code(tmp_path: Path) -> None:
     assert "nvcc" not in _parts(_written(tmp_path / "a", origin="none"))
 
 
@@ -111,7 +111,9 @@ def _wheel(folder: Path, text: str = "", version: str = "0.1.0") -> Path:
     return file
 
 
-def test_a_wheel_without_its_list_is_refused(check: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_without_a_matching_sbom_is_refused(
+    check: ModuleType, tmp_path: Path
+) -> None:
     text = _written(tmp_path / "a")
     check.check_sbom(_wheel(tmp_path, text))
     with pytest.raises(AssertionError, match="no list"):
@@ -123,7 +125,7 @@ def test_a_wheel_without_its_list_is_refused(check: ModuleType, tmp_path: Path) 
         check.check_sbom(_wheel(tmp_path, other))
 
 
-def test_what_the_schema_does_not_know_is_refused(
+def test_an_sbom_that_violates_the_schema_is_refused(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "schema_error", lambda text: "no such field")

@@ -1,7 +1,8 @@
-"""Schedules of all collectives, proved by the verifier for many sizes and layouts.
+"""Tests of the schedules of all collectives, for many sizes and layouts of hosts.
 
-No socket, no process: schedules are data. Textbook numbers of steps, messages and
-elements are asserted; test_verifier.py has the controls.
+Schedules are data, so the verifier proves them without sockets and processes. The tests
+also compare numbers of steps, messages and elements with textbooks. test_verifier.py
+checks that the verifier rejects wrong schedules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def split(n: int, parts: int) -> list[int]:
 
 
 def even_counts(op: str, size: int, n: int) -> Counts:
-    """Problem.counts of every rank for n elements cut as evenly as possible."""
+    """Returns the `counts` of each rank for n elements split as evenly as possible."""
     if op in ("allreduce", "broadcast"):
         return [[n]] * size
     if op == "alltoall":
@@ -83,7 +84,7 @@ def schedules(
 
 
 def rejection(op: str, broken: list[list[Step]], counts: Counts, root: int = 0) -> str:
-    """The verifier's reason to reject `broken`; fails if it does not."""
+    """Returns the verifier's reason to reject `broken`. Fails if it accepts."""
     report = _native.verify_schedules(op, broken, counts, root)
     assert not report["ok"], "the verifier accepted a broken schedule"
     reason: str = report["error"]
@@ -160,7 +161,7 @@ def test_an_algorithm_that_does_not_apply_is_refused() -> None:
     assert "does not apply" in report["error"]
 
 
-# Textbook numbers: n elements on P = `size` ranks of one host, unless said otherwise.
+# Numbers from textbooks, for n elements on P = `size` ranks of one host by default.
 
 BIG = 1_000_003
 MANY = [p for p in SIZES if p > 1]
@@ -175,7 +176,11 @@ def power_below(n: int) -> int:
 
 
 def deepest(size: int) -> int:
-    """Depth of a binomial tree: ceil(log2 P) rounds, but not all of them in a chain."""
+    """Returns the depth of a binomial tree.
+
+    The depth may be less than the ceil(log2 P) rounds, because not all rounds depend on
+    each other.
+    """
     depth = max(r.bit_count() for r in range(size))
     assert ceil_log2(size) - 1 <= depth <= ceil_log2(size)
     return depth
@@ -272,7 +277,7 @@ def test_direct_broadcast_and_alltoall_numbers() -> None:
 
 
 def crossing(op: str, algorithm: str, n: int, host: list[int]) -> list[int]:
-    """Elements that leave each host."""
+    """Counts the elements that each host sends to other hosts."""
     out = [0] * len(set(host))
     steps = schedules(op, algorithm, even_counts(op, len(host), n), host)
     for rank, mine in enumerate(steps):
@@ -342,7 +347,7 @@ def test_halving_between_hosts_has_a_logarithm_of_steps(hosts: int, ranks: int) 
 @pytest.mark.parametrize(("op", "algorithm"), ROWS)
 def test_one_rank_copies_and_scales_once(op: str, algorithm: str) -> None:
     if algorithm.startswith("hierarchical"):
-        host = [0, 0, 1, 1]  # needs hosts; its local copies are covered elsewhere
+        host = [0, 0, 1, 1]  # hierarchical algorithms need several hosts
         assert not applies(op, algorithm, [0])
         prove(op, algorithm, even_counts(op, 4, 7), host)
         return
@@ -357,8 +362,8 @@ def test_one_rank_copies_and_scales_once(op: str, algorithm: str) -> None:
     ("op", "algorithm"),
     [row for row in ROWS if "halving" not in row[1] and row[1] != "bruck"],
 )
-def test_what_is_passed_on_came_in_one_message(op: str, algorithm: str) -> None:
-    """So that the executor can forward a message while it is still coming in."""
+def test_forwarded_data_arrives_in_one_message(op: str, algorithm: str) -> None:
+    """This lets the executor forward a message while it is still arriving."""
     for size in range(2, 10):
         for host in layouts(size):
             if not applies(op, algorithm, host):

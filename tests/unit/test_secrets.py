@@ -1,4 +1,4 @@
-"""No repr contains a secret or a key, so no log line and no traceback does."""
+"""Tests that no repr contains a secret, because reprs get into logs and tracebacks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ NOTHING = cast(Any, None)
     ],
     ids=lambda holder: type(holder).__name__,
 )
-def test_it_is_in_no_repr(holder: object) -> None:
+def test_no_repr_contains_the_secret(holder: object) -> None:
     text = repr(holder)
     assert type(holder).__name__ in text
     assert "tell nobody" not in text

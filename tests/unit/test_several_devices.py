@@ -1,4 +1,4 @@
-"""Several CUDA devices a rank, without any: numbers, names, and what does not fit."""
+"""Tests of several CUDA devices per rank with fakes: numbers, names, refused counts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ringjax.world.rank_info import RankInfo
 from ringjax.xla import placement
 
 
-class Home:
-    """A world of two ranks on two hosts, of which this is the first."""
+class FakeWorld:
+    """A fake world of two ranks on two hosts, seen from rank 0."""
 
     rank = 0
 
@@ -28,8 +28,9 @@ class Home:
         self.rank_info = RankInfo.from_hosts(0, ["here", "there"])
         self.others: Callable[[Any], Any] = lambda value: value
         self.controls: list[tuple[int, str]] = []
-        self.fails: dict[str, BaseException] = {}  # by the end of a control's name
-        self.said: list[tuple[str, str]] = []
+        # Errors of connect_control, by the end of the communicator's name.
+        self.fails: dict[str, BaseException] = {}
+        self.logged: list[tuple[str, str]] = []
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         del what
@@ -50,11 +51,11 @@ class Home:
         return {}
 
     def log(self, level: str, text: str) -> None:
-        self.said.append((level, text))
+        self.logged.append((level, text))
 
 
-class Made:
-    """A communicator of one device."""
+class FakeCommunicator:
+    """A fake communicator of one device."""
 
     def __init__(self, log: list[str], device: int) -> None:
         self.log, self.device = log, device
@@ -68,14 +69,14 @@ class Made:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that the native core gets."""
+    """Replaces the native core, and records its calls."""
     asked: list[str] = []
     ids = iter(range(100))
 
-    def connect(**given: Any) -> list[Made]:
+    def connect(**given: Any) -> list[FakeCommunicator]:
         assert len(given["controls"]) == len(given["devices"])
         asked.append(f"connect {[i[0] for i in given['unique_ids']]}")
-        return [Made(asked, device) for device in given["devices"]]
+        return [FakeCommunicator(asked, device) for device in given["devices"]]
 
     monkeypatch.setattr(_native, "open_nccl", lambda path="": (22809, "/nccl"))
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: bytes([next(ids)] * 128))
@@ -83,32 +84,34 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def of(home: Home) -> devices.Devices:
-    return devices.Devices(home.config, (4, 4), home)
+def make_devices(world: FakeWorld) -> devices.Devices:
+    return devices.Devices(world.config, (4, 4), world)
 
 
-def test_each_device_has_a_control_and_an_id_of_its_own(log: list[str]) -> None:
-    home = Home(devices_per_rank=2)
-    both = of(home)
+def test_each_device_has_its_own_control_communicator_and_nccl_id(
+    log: list[str],
+) -> None:
+    world = FakeWorld(devices_per_rank=2)
+    both = make_devices(world)
     both.open([2, 3], "", {0: [0, 1], 1: [0]})
     names = ["world (device 0)", "world (device 1)"]
     names += ["process set 1 (device 0)", "process set 1 (device 1)"]
-    assert [name for _, name in home.controls] == names
-    assert len({number for number, _ in home.controls}) == 4
+    assert [name for _, name in world.controls] == names
+    assert len({number for number, _ in world.controls}) == 4
     assert log == ["connect [0, 1]", "connect [2, 3]"]
     assert [c.device for c in both.communicators[0]] == [2, 3]
     both.stop("over", 0)
     assert log[2:] == ["abort 2: over 0", "abort 3: over 0"] * 2
     both.remove(1)
-    assert [name for _, name in home.controls] == names[:2]
+    assert [name for _, name in world.controls] == names[:2]
     both.close()
     assert log[-2:] == ["close 2", "close 3"]
 
 
-def test_one_device_is_named_as_ever(log: list[str]) -> None:
-    home = Home()
-    of(home).open([3], "", {0: [0, 1]})
-    assert home.controls == [(communicator_ids.DEVICE_CONTROL, "world (device)")]
+def test_a_single_device_has_no_number_in_its_name(log: list[str]) -> None:
+    world = FakeWorld()
+    make_devices(world).open([3], "", {0: [0, 1]})
+    assert world.controls == [(communicator_ids.DEVICE_CONTROL, "world (device)")]
     assert log == ["connect [0]"]
 
 
@@ -119,7 +122,7 @@ def test_control_ids_differ() -> None:
     }
     assert len(found) == 64
     for number, (own, place) in found.items():
-        assert number < 1 << 31  # the core's
+        assert number < 1 << 31  # the limit of the core
         assert (
             communicator_ids.process_set_of(number),
             communicator_ids.device_index_of(number),
@@ -135,33 +138,31 @@ def test_control_ids_differ() -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("lost"), KeyboardInterrupt()])
-def test_no_control_is_left_if_the_next_one_fails(
+def test_control_communicators_are_removed_if_the_next_one_fails(
     log: list[str], error: BaseException
 ) -> None:
-    """A process set that could not be added may be asked for again."""
-    home = Home(devices_per_rank=2)
-    both = of(home)
+    """After a failure, the process set can be added again."""
+    world = FakeWorld(devices_per_rank=2)
+    both = make_devices(world)
     both.open([0, 1], "", {0: [0, 1]})
-    home.fails["1 (device 1)"] = error
+    world.fails["1 (device 1)"] = error
     with pytest.raises(type(error)):
         both.add(1, [0, 1])
-    assert [number for number, _ in home.controls] == [
+    assert [number for number, _ in world.controls] == [
         communicator_ids.control_id(0, 0),
         communicator_ids.control_id(0, 1),
     ]
-    home.fails.clear()
+    world.fails.clear()
     both.add(1, [0, 1])
     assert len(both.communicators[1]) == 2
 
 
 @pytest.mark.parametrize(("wanted", "level"), [(1, "info"), (2, "warning")])
-def test_a_rank_that_expects_devices_gets_a_warning_without_them(
-    log: list[str], wanted: int, level: str
-) -> None:
-    home = Home(devices_per_rank=wanted)
-    both = of(home)
+def test_missing_devices_are_logged(log: list[str], wanted: int, level: str) -> None:
+    world = FakeWorld(devices_per_rank=wanted)
+    both = make_devices(world)
     both.open((), "JAX computes on cpu", {0: [0, 1]})
-    ((how, text),) = home.said
+    ((how, text),) = world.logged
     assert (how, log) == (level, [])
     assert text.endswith("rank 0 has no CUDA device: JAX computes on cpu")
     assert "--group-size" in both.problem(communicator_ids.REPLICA_SET)
@@ -175,23 +176,23 @@ def test_a_rank_that_expects_devices_gets_a_warning_without_them(
         (4, {}, "is 4 on rank 0, which computes on 2 (0, 1)"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_different_numbers_of_devices_are_refused(
     log: list[str], wanted: int, other: dict[str, Any], text: str
 ) -> None:
-    home = Home(devices_per_rank=wanted)
-    home.others = lambda value: value | other
+    world = FakeWorld(devices_per_rank=wanted)
+    world.others = lambda value: value | other
     with pytest.raises(StartupError) as error:
-        of(home).open([0, 1], "", {0: [0, 1]})
+        make_devices(world).open([0, 1], "", {0: [0, 1]})
     assert text in str(error.value)
     assert error.value.rank == (1 if other else 0)
     assert log == []
 
 
 @pytest.mark.parametrize(("blamed", "seconds"), [(-1, 1), (0, 1), (1, 7)])
-def test_a_rank_waits_for_the_end_of_a_rank_that_does_not_fit(
+def test_a_rank_waits_for_the_exit_of_a_refused_rank(
     blamed: int, seconds: float
 ) -> None:
-    world: Any = Home(failure_timeout=7.0)
+    world: Any = FakeWorld(failure_timeout=7.0)
     error = StartupError("does not fit")
     error.rank = blamed
     assert epoch_devices._seconds_until_over(world, world, error) == seconds
@@ -207,7 +208,7 @@ def test_ranks_that_do_not_take_part_are_suspected() -> None:
         exchange=exchange, suspect=lambda *said: accused.append(said)
     )
     world: Any = SimpleNamespace(
-        client=line, config=Home(start_timeout=7.0).config, log=None
+        client=line, config=FakeWorld(start_timeout=7.0).config, log=None
     )
     epoch: Any = SimpleNamespace(rank_info=None, number=4)
     with pytest.raises(Stalled):
@@ -220,14 +221,14 @@ def test_two_ranks_that_share_one_of_their_devices(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    home = Home(devices_per_rank=2)
-    home.rank_info = RankInfo.from_hosts(0, ["here", "here"])
-    home.others = lambda value: value | {"gpu": ["GPU-c", "GPU-b"]}
+    world = FakeWorld(devices_per_rank=2)
+    world.rank_info = RankInfo.from_hosts(0, ["here", "here"])
+    world.others = lambda value: value | {"gpu": ["GPU-c", "GPU-b"]}
     shown = [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]
     found = devices.information() | {"devices": shown}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
     with pytest.raises(StartupError, match="rank 0 and rank 1 .* same GPU, GPU-b") as e:
-        of(home).open([0, 1], "", {0: [0, 1]})
+        make_devices(world).open([0, 1], "", {0: [0, 1]})
     assert "has GPUs for, 2 each (RINGJAX_DEVICES_PER_RANK)" in str(e.value)
     assert log == []
 
@@ -242,7 +243,7 @@ class Device:
         self.local_hardware_id = number
 
 
-def test_jax_says_which_devices_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_those_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.jax, "default_backend", lambda: "gpu")
     seen = [Device(3), Device(1)]
     monkeypatch.setattr(placement.jax, "local_devices", lambda backend: seen)
@@ -256,7 +257,7 @@ def test_jax_says_which_devices_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         placement.jax.config.update("jax_platforms", before)
 
 
-def test_the_option_of_ringrun() -> None:
+def test_devices_per_rank_option_of_ringrun() -> None:
     parser = options.build_parser("0")
     for text in ("all", "4"):
         args = parser.parse_args(["-np", "2", "--devices-per-rank", text, "true"])
@@ -272,7 +273,7 @@ def test_the_option_of_ringrun() -> None:
     ("text", "expected"),
     [("0", "an integer between 1 and 16"), ("some", "an integer"), ("1.5", "an")],
 )
-def test_no_such_number_of_devices(text: str, expected: str) -> None:
+def test_bad_numbers_of_devices_are_refused(text: str, expected: str) -> None:
     done = ringrun("-np", "1", "--devices-per-rank", text, "true")
     assert done.returncode == 2
     assert "RINGJAX_DEVICES_PER_RANK" in done.stderr

@@ -1,4 +1,4 @@
-"""Which device has which shard, and what becomes of a call: with fake devices."""
+"""Tests of the numbering of shards, and of calls over shards, with fake devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = [Device(n + 8, n, jax.process_index()) for n in (2, 0, 1, 3)]
 
 
 def sharding(*places: tuple[slice, ...]) -> Any:
-    """Says where in an array each of DEVICES has its shard."""
+    """Makes a fake sharding; `places` holds the index of the shard of each device."""
     indices = dict(zip(DEVICES, places, strict=True)) if places else {}
     return SimpleNamespace(devices_indices_map=lambda shape: indices)
 
@@ -53,7 +53,7 @@ def test_shards_are_numbered_by_their_place_in_the_tensor() -> None:
         (frozenset(), (0, 0, 0, 0), ("",)),
     ],
 )
-def test_inside_of_shard_map_the_place_in_the_mesh_counts(
+def test_shards_in_shard_map_are_numbered_by_mesh_position(
     varying: Any, of: Any, parts: Any
 ) -> None:
     devices = np.empty(4, object)
@@ -64,7 +64,7 @@ def test_inside_of_shard_map_the_place_in_the_mesh_counts(
     assert (found.of, found.parts) == ((of,), (parts,))
 
 
-def test_what_there_is_for_each_tensor_becomes_one_for_each_shard() -> None:
+def test_attributes_of_tensors_become_attributes_of_shards() -> None:
     found = shards.Shards(
         (8, 9), "2 devices (0, 1)", ((0, 1), (0, 0)), (("@a=0", "@a=1"), ("",))
     )

@@ -1,4 +1,4 @@
-"""The site: every page is in the table of contents, and every error is explained.
+"""Tests of the site: its table of contents, the API reference, explained errors.
 
 These tests need no Sphinx. `make docs` builds the site, and tests/docs/test_pages.py
 runs its programs.
@@ -53,8 +53,8 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert _toctree("index") | api | {"index"} == PAGES
 
 
-# Words of a question of the FAQ, and words of its answer. They stand there or under the
-# heading to which the last link of the answer leads.
+# Words of a question in the FAQ, and words that its answer must contain. The text below
+# the target of the last link of the answer counts, too.
 ANSWERS = {
     "install": ["pip install .", "--check-build"],
     "share": ["ringjax.data.shard", "DistributedSampler"],
@@ -70,7 +70,7 @@ ANSWERS = {
 
 
 def _under(page: str, anchor: str) -> str:
-    """The text of a page, or below one of its headings up to the next one."""
+    """Returns the text of a page, or the text of the section with this anchor."""
     text = (DOCS / page).read_text()
     if not anchor:
         return text
@@ -79,7 +79,7 @@ def _under(page: str, anchor: str) -> str:
     return next(t for h, t in pairs if h.lower().replace(" ", "-") == anchor)
 
 
-def test_questions_are_one_click_from_their_answers() -> None:
+def test_answers_are_in_the_faq_or_its_links() -> None:
     """test_documents.py checks that the links lead somewhere."""
     page = (DOCS / "operate" / "faq.md").read_text()
     answers = dict(re.findall(r"(?ms)^## ([^\n]*\?)\n(.*?)(?=^## )", page))
@@ -91,7 +91,7 @@ def test_questions_are_one_click_from_their_answers() -> None:
         assert not [word for word in words if word not in text], question
 
 
-def test_every_public_name_has_its_place_in_the_reference() -> None:
+def test_the_reference_lists_every_public_name() -> None:
     text = "".join(
         page.read_text() for page in (DOCS / "reference" / "api").glob("*.md")
     )
@@ -102,7 +102,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert {"torch", "tensorflow", "keras"} <= modules
 
 
-def test_every_error_leads_to_a_paragraph() -> None:
+def test_every_error_has_a_section_in_troubleshooting() -> None:
     headings = {h.lower() for h in re.findall(r"(?m)^## (.*)$", TROUBLE)}
     found = [k for k in vars(errors).values() if isinstance(k, type)]
     ours = {k for k in found if issubclass(k, errors.RingjaxError)}
@@ -116,8 +116,8 @@ def test_every_error_leads_to_a_paragraph() -> None:
 NOWHERE = re.compile(r"https://(?:ringjax\.|[\w.]+/ringjax)")
 
 
-def test_no_address_is_named_before_it_exists() -> None:
-    """Addresses are written in one place, `[project.urls]`, at the first release."""
+def test_no_file_contains_an_address_of_the_project() -> None:
+    """The project has no address before its first release sets `[project.urls]`."""
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.splitlines()
@@ -140,21 +140,21 @@ def test_an_error_is_explained_by_its_text(capsys: pytest.CaptureFixture[str]) -
     assert "It knows PeerLost, Fenced, " in capsys.readouterr().err
 
 
-def test_texts_that_are_explained_are_in_the_sources() -> None:
-    """Literals that the compiler joins are joined here, too."""
+def test_explained_error_texts_occur_in_the_sources() -> None:
+    """Adjacent string literals are joined, as the compiler does."""
     joined = "".join(re.sub(r'"\s*\n?\s*f?"', "", path.read_text()) for path in SOURCES)
     explained = re.findall(r"\*\*`([^`]+)`\*\*", TROUBLE)
     assert len(explained) > 40
     assert not [text for text in explained if text not in joined]
 
 
-def test_a_picture_is_what_its_code_draws() -> None:
+def test_pictures_are_up_to_date() -> None:
     draw = _load("docs/pictures/draw.py")
     kept = {p.stem: p.read_text() for p in (DOCS / "pictures").glob("*.svg")}
     assert kept == {name: make().svg() for name, make in draw.PICTURES.items()}
 
 
-def test_pictures_keep_to_their_cards() -> None:
+def test_shapes_are_inside_their_pictures() -> None:
     beyond = []
     for name in ("shared-segment", "gradient", "ranks", "recovery"):
         root = ET.parse(DOCS / "pictures" / f"{name}.svg").getroot()
@@ -168,7 +168,7 @@ def test_pictures_keep_to_their_cards() -> None:
     assert not beyond
 
 
-def test_the_recording_is_small_and_shows_the_whole_story() -> None:
+def test_the_recording_is_small_and_complete() -> None:
     file = DOCS / "pictures" / "recorded" / "killed.svg"
     assert file.stat().st_size < 150_000
     shown = [text.strip() for text in ET.parse(file).getroot().itertext()]

@@ -1,4 +1,4 @@
-"""Which line a rank tells those who wait for it, and that it does not tell it twice."""
+"""Tests of the stack probe: the reported line of a late rank, one report per stall."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.world import stack_probe
 
 
 def _frame_in(path: str) -> FrameType:
-    """The innermost frame of a stack: this test, and then code of that file."""
+    """Returns the frame of a function in file `path` that this test has called."""
     found: list[FrameType] = []
     names = {"sys": sys, "found": found}
     code = "def installed():\n    found.append(sys._getframe())\ninstalled()"
@@ -21,7 +21,7 @@ def _frame_in(path: str) -> FrameType:
     return found[0]
 
 
-def test_the_innermost_line_of_the_users_is_named() -> None:
+def test_the_innermost_user_line_is_reported() -> None:
     for folder in (
         sysconfig.get_paths()["stdlib"],
         sysconfig.get_paths()["purelib"],
@@ -37,17 +37,18 @@ def test_the_innermost_line_of_the_users_is_named() -> None:
     assert stack_probe.describe_location(None) == "its main thread has ended"
 
 
-def test_a_stack_is_bounded() -> None:
+def test_a_formatted_stack_is_bounded() -> None:
     def deeper(n: int) -> str:
         return deeper(n - 1) if n else stack_probe.format_stack(sys._getframe())
 
     text = deeper(300)
     assert len(text) <= (8 << 10) + 3
-    assert "stack_probe.format_stack(sys._getframe())" in text  # the innermost ones
+    # The innermost frames are kept.
+    assert "stack_probe.format_stack(sys._getframe())" in text
 
 
 class _Heartbeat:
-    """Is asked twice about one call."""
+    """A fake heartbeat with requests about calls of this rank."""
 
     def __init__(self) -> None:
         self.newest = 0

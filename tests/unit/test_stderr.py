@@ -1,4 +1,4 @@
-"""A line on standard error that cannot be written costs nothing but itself."""
+"""Tests that a line that cannot be written to standard error raises no exception."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ringjax import stderr
 
 
 @pytest.mark.parametrize("where", ["2>/dev/full", "2>&-", "2> >(exit)"])
-def test_nowhere_to_write(where: str) -> None:
-    # Later, so that who might have read it has gone.
+def test_unwritable_stderr_raises_nothing(where: str) -> None:
+    # The script sleeps first, so that the reader of the pipe has ended.
     code = "import time; from ringjax.stderr import line; time.sleep(0.1); line('a'); "
     words = [sys.executable, "-c", code + "line('b'); print('on')"]
     done = subprocess.run(
@@ -31,7 +31,7 @@ class _Broken(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [None, _Broken(), io.StringIO()])
-def test_something_else_in_its_place(
+def test_a_replaced_stderr_is_used(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)

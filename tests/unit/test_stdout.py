@@ -1,4 +1,4 @@
-"""A command whose reader has left ends quietly, with the exit code it had anyway."""
+"""Tests of commands whose standard output is closed: no error, unchanged exit code."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ raise SystemExit(3)
         pytest.param([*MODULE, "ringjax.config"], 0, id="config"),
     ],
 )
-def test_nobody_reads(words: list[str], code: int) -> None:
+def test_a_closed_stdout_ends_quietly(words: list[str], code: int) -> None:
     assert run_without_reader(words) == (code, "")

@@ -1,4 +1,4 @@
-"""Where steps end: where what moves most comes again, in bounded memory."""
+"""Tests of the step counter: the largest operation ends a step; memory is bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def line(name: str, size: int = 4, agreed: float | None = 1.0, group: int = 0) -
     return json.dumps({**call, "set": group, "agreed": agreed}).encode() + b"\n"
 
 
-def test_the_operation_that_moves_most_ends_a_step() -> None:
+def test_the_largest_operation_ends_a_step() -> None:
     one = line("loss") + line("grads", 1000) + line("failed", 9999, None)
     one += line("pair", 99999, group=3) + line("loss")
     counted = StepCounter(3)
@@ -24,22 +24,22 @@ def test_the_operation_that_moves_most_ends_a_step() -> None:
     assert kept == line("loss") + line("grads", 1000)
 
 
-def test_what_was_smaller_at_first_may_end_the_steps() -> None:
+def test_an_operation_that_becomes_largest_ends_steps() -> None:
     counted = StepCounter(2)
     counted.cut(2 * line("a", 100) + 9 * line("b", 1))
     assert counted.cut(30 * line("b", 1000) + line("a", 100)) == 3 * line("b", 1000)
     assert counted.over
 
 
-def test_if_there_have_been_enough_of_it_already_nothing_is_added() -> None:
+def test_nothing_is_added_if_enough_calls_were_counted() -> None:
     counted = StepCounter(3)
     counted.cut(line("x", 1000) + 8 * line("y", 10))
-    assert not counted.over  # x is the one that counts
+    assert not counted.over  # x is the largest operation so far
     assert counted.cut(100 * line("y", 10)) == b""
     assert counted.over
 
 
-def test_names_that_never_come_again_are_forgotten() -> None:
+def test_names_that_occur_once_are_forgotten() -> None:
     counted = StepCounter(5)
     for number in range(3):
         names = (line(f"{number}.{i}") for i in range(step_counter.MAX_KINDS))

@@ -1,4 +1,4 @@
-"""Tests of the straggler detection with invented waits."""
+"""Tests of the straggler detection with simulated waits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ringjax.monitor.stragglers import (
 )
 
 
-def _told(
+def _simulate(
     size: int, calls: int, late: dict[int, int], noise: int = 50
 ) -> StragglerTally:
-    """A tally of ranks that are up to `noise` microseconds late, plus `late`."""
+    """Simulates calls of ranks that are 0 to `noise` microseconds late, plus `late`."""
     seen, tally, rng = Stragglers(size), StragglerTally(size), random.Random(7)
     for call in range(calls):
         came = [rng.randrange(noise) + late.get(rank, 0) for rank in range(size)]
@@ -31,7 +31,7 @@ def _told(
 @pytest.mark.parametrize("size", [2, 3, 5, 64])
 def test_the_late_rank_is_named(size: int) -> None:
     late = size - 1
-    seen = _told(size, 100, {late: 3000})
+    seen = _simulate(size, 100, {late: 3000})
     assert seen.calls == 100
     assert seen.straggler(elapsed=100 * 0.03) == late
     assert len(seen.delays[late]) == 100
@@ -39,17 +39,17 @@ def test_the_late_rank_is_named(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 64])
-def test_nobody_is_named_among_equals(size: int) -> None:
-    assert _told(size, 1000, {}).straggler(elapsed=1000 * 0.03) is None
+def test_no_rank_is_named_among_equal_ranks(size: int) -> None:
+    assert _simulate(size, 1000, {}).straggler(elapsed=1000 * 0.03) is None
 
 
-def test_a_rank_that_is_always_last_by_next_to_nothing_is_not_named() -> None:
-    assert _told(4, 1000, {2: 60}).straggler(elapsed=1000 * 0.03) is None
+def test_a_rank_that_is_last_by_a_tiny_delay_is_not_named() -> None:
+    assert _simulate(4, 1000, {2: 60}).straggler(elapsed=1000 * 0.03) is None
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_nobody_is_named_among_equals_that_come_at_odd_times(size: int) -> None:
-    assert _told(size, 1000, {}, noise=9000).straggler(elapsed=1000 * 0.03) is None
+def test_no_rank_is_named_if_delays_are_random(size: int) -> None:
+    assert _simulate(size, 1000, {}, noise=9000).straggler(elapsed=1000 * 0.03) is None
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -63,7 +63,7 @@ def test_a_rank_that_is_late_for_the_first_of_many_calls_is_named(size: int) -> 
     assert tally.straggler(elapsed=50 * 0.05) == 1
 
 
-def test_a_rank_that_was_late_for_once_is_not_named() -> None:
+def test_a_rank_that_is_late_once_is_not_named() -> None:
     tally, rng = StragglerTally(4), random.Random(7)
     for call in range(1000):
         last, behind = (2, 2.0) if call == 500 else (rng.randrange(4), 0.0001)
@@ -71,11 +71,11 @@ def test_a_rank_that_was_late_for_once_is_not_named() -> None:
     assert tally.straggler(elapsed=1000 * 0.03) is None
 
 
-def test_few_calls_say_nothing() -> None:
-    assert _told(2, MIN_CALLS - 1, {1: 10**6}).straggler(elapsed=1.0) is None
+def test_few_calls_name_no_rank() -> None:
+    assert _simulate(2, MIN_CALLS - 1, {1: 10**6}).straggler(elapsed=1.0) is None
 
 
-def test_of_several_operations_in_a_call_the_least_wait_counts() -> None:
+def test_the_shortest_wait_of_a_call_counts() -> None:
     seen = Stragglers(2)
     assert seen.add_waits(0, [(True, 1, 9000), (True, 1, 5000)]) == []
     assert seen.add_waits(1, [(True, 1, 4000), (True, 1, 10)]) == [
@@ -83,14 +83,14 @@ def test_of_several_operations_in_a_call_the_least_wait_counts() -> None:
     ]
 
 
-def test_lanes_have_numbers_of_their_own() -> None:
+def test_calls_of_different_lanes_are_separate() -> None:
     seen = Stragglers(2)
     assert seen.add_waits(0, [(True, 1, 5)]) == []
     assert seen.add_waits(1, [(False, 1, 5)]) == []
 
 
-def test_what_a_rank_never_tells_is_forgotten() -> None:
+def test_calls_that_a_rank_never_reports_are_forgotten() -> None:
     seen = Stragglers(2)
     seen.add_waits(0, [(False, call, 1) for call in range(3 * MAX_PENDING_CALLS)])
-    assert seen.add_waits(1, [(False, 0, 1)]) == []  # forgotten
+    assert seen.add_waits(1, [(False, 0, 1)]) == []  # call 0 is forgotten
     assert len(seen.add_waits(1, [(False, 3 * MAX_PENDING_CALLS - 1, 1)])) == 1

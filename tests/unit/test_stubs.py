@@ -1,6 +1,6 @@
-"""The stub of CUDA's driver does what the tests on top of it rely on.
+"""Tests of the stub of CUDA's driver, on which other tests rely.
 
-Nothing here tests ringjax or CUDA. Each test runs a script in a process of its own.
+These tests test neither ringjax nor CUDA. Each test runs a script in a new process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield started
 
 
-def test_a_driver_with_one_device(processes: Processes) -> None:
+def test_the_driver_has_one_device(processes: Processes) -> None:
     processes.run("""
         count = ctypes.c_int()
         assert cuda.code.DeviceGetCount(ctypes.byref(count)) == 3  # before cuInit
@@ -36,7 +36,7 @@ def test_a_driver_with_one_device(processes: Processes) -> None:
     """)
 
 
-def test_wrong_handles_are_errors_and_no_crash(processes: Processes) -> None:
+def test_wrong_handles_are_errors(processes: Processes) -> None:
     processes.run("""
         cuda.Init(0)
         place = ctypes.c_size_t()
@@ -123,7 +123,7 @@ def test_kernels_run_on_the_stream_with_the_parameters_of_the_launch(
     assert [line["kernel"] for line in read_log(log)] == names
 
 
-def test_events_order_streams_as_in_cuda(processes: Processes) -> None:
+def test_events_order_streams(processes: Processes) -> None:
     processes.run(
         KERNELS,
         """
@@ -155,7 +155,7 @@ def test_events_order_streams_as_in_cuda(processes: Processes) -> None:
     )
 
 
-def test_memory(processes: Processes) -> None:
+def test_memory_copies_and_sets(processes: Processes) -> None:
     processes.run("""
         use_device()
         stream = new_stream()
@@ -166,7 +166,7 @@ def test_memory(processes: Processes) -> None:
         cuda.MemcpyHtoDAsync_v2(a, at(source), 64, stream)
         cuda.MemcpyDtoDAsync_v2(b, a, 64, stream)
         cuda.MemcpyDtoHAsync_v2(at(result), b, 64, stream)
-        assert (result == source).all()  # into pageable memory: waited for
+        assert (result == source).all()  # a copy into pageable memory is synchronous
         cuda.MemsetD32Async(a, 0x3F800000, 16, stream)
         cuda.MemcpyDtoHAsync_v2(at(result), a, 64, stream)
         assert (result == 1).all()
@@ -175,7 +175,7 @@ def test_memory(processes: Processes) -> None:
     """)
 
 
-def test_two_devices_have_streams_of_their_own(processes: Processes) -> None:
+def test_streams_belong_to_one_device(processes: Processes) -> None:
     processes.run(
         """
         use_device(1)

@@ -1,4 +1,4 @@
-"""The telemetry client against an agent that is played by the test."""
+"""Tests of the telemetry client with a simulated agent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTERVAL = 0.5  # seconds between two samples
 
 
 class Agent:
-    """Listens on an abstract unix socket and reads lines of one client."""
+    """Listens on an abstract unix socket, and reads the lines of one client."""
 
     def __init__(self) -> None:
         self.name = f"ringjax-test-{os.getpid()}-{time.monotonic_ns()}"
@@ -74,7 +74,7 @@ def source() -> Any:
     return SimpleNamespace(recorder=recorder, tuned="", current_epoch=epoch)
 
 
-def test_the_first_sample_after_a_pause_waits_for_the_common_moment(
+def test_samples_after_a_pause_wait_for_the_next_interval(
     agent: Agent,
 ) -> None:
     client = TelemetryClient(source(), agent.name, 3)
@@ -83,8 +83,8 @@ def test_the_first_sample_after_a_pause_waits_for_the_common_moment(
         agent.ask(INTERVAL)
         assert agent.read()
         agent.ask(0)
-        time.sleep(1.5 * INTERVAL)  # the moment of the next sample has passed
-        # Ask half an interval before a common moment.
+        time.sleep(1.5 * INTERVAL)  # the time of the next sample has passed
+        # Request samples half an interval before the time at which all ranks sample.
         time.sleep(INTERVAL - (time.time() - INTERVAL / 2) % INTERVAL)
         moment = (time.time() // INTERVAL + 1) * INTERVAL
         agent.ask(INTERVAL)
@@ -94,7 +94,7 @@ def test_the_first_sample_after_a_pause_waits_for_the_common_moment(
         client.close()
 
 
-def test_a_client_that_is_closed_while_it_connects_ends(
+def test_close_during_connect_ends_the_client(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connecting, closed = threading.Event(), threading.Event()

@@ -1,6 +1,6 @@
-"""`_native.TensorInterface` against an imitation of TensorFlow's functions.
+"""Tests of `_native.TensorInterface` with a fake of TensorFlow's C functions.
 
-What it does with real ones is seen in every test of graphs; failures are not.
+The fake lets calls fail. Tests of graphs use TensorFlow's real functions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def _snake(name: str) -> str:
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-class Imitation:
-    """Tensors are numbers from 100 on; those that live are in `alive`."""
+class FakeTensorFlow:
+    """A fake of TensorFlow's C API. Tensors are numbers; `alive` has all that exist."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
@@ -109,11 +109,11 @@ class Imitation:
 
 
 @pytest.fixture
-def fake() -> Imitation:
-    return Imitation()
+def fake() -> FakeTensorFlow:
+    return FakeTensorFlow()
 
 
-def test_tensors_come_and_go(fake: Imitation) -> None:
+def test_tensors_are_created_and_deleted(fake: FakeTensorFlow) -> None:
     tensors = fake.interface.inputs(7, 2)
     assert tensors == [100, 101] == sorted(fake.alive)
     assert fake.interface.describe(tensors) == [(100000, 1, DIMS), (101000, 1, DIMS)]
@@ -125,14 +125,14 @@ def test_tensors_come_and_go(fake: Imitation) -> None:
     assert not fake.alive and fake.interface.inputs(7, 0) == []
 
 
-def test_a_refused_input_leaves_nothing(fake: Imitation) -> None:
+def test_a_failed_input_deletes_all_tensors(fake: FakeTensorFlow) -> None:
     fake.fails_at = 1
     with pytest.raises(RuntimeError, match="no such thing"):
         fake.interface.inputs(7, 3)
     assert not fake.alive and fake.made == 1
 
 
-def test_too_little_memory_leaves_nothing(fake: Imitation) -> None:
+def test_a_failed_allocation_deletes_its_tensors(fake: FakeTensorFlow) -> None:
     tensors = fake.interface.inputs(7, 2)
     fake.fails_at = 3
     with pytest.raises(MemoryError):
@@ -140,7 +140,7 @@ def test_too_little_memory_leaves_nothing(fake: Imitation) -> None:
     assert sorted(fake.alive) == tensors
 
 
-def test_a_refused_output_leaves_nothing(fake: Imitation) -> None:
+def test_a_failed_output_deletes_all_tensors(fake: FakeTensorFlow) -> None:
     made = fake.interface.inputs(7, 3)
     fake.fails_at = 1
     with pytest.raises(RuntimeError, match="no such thing"):

@@ -1,4 +1,4 @@
-"""Buckets of gradients, names, aggregation and refused arguments; one process."""
+"""Tests of gradients in TensorFlow on one rank: buckets, names, sums, bad arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 
 @pytest.fixture(scope="module")
 def tf() -> Iterator[Any]:
-    """TensorFlow, imported when the first test of this file runs."""
+    """Imports TensorFlow when the first test of this file runs."""
     import tensorflow
 
     ringjax.init()
@@ -66,7 +66,7 @@ def test_buckets_of_unknown_shapes(tf: Any) -> None:
     assert found == [[[1, 0]]]
 
 
-def test_names_do_not_tell_how_often_a_function_was_traced(tf: Any) -> None:
+def test_names_do_not_depend_on_the_number_of_traces(tf: Any) -> None:
     """A function that creates variables is traced twice, but not on all ranks."""
     from ringjax.tensorflow.gradient_names import gradient_namer
 
@@ -148,7 +148,7 @@ def test_bad_arguments(tf: Any, options: dict[str, Any], text: str) -> None:
             make(**options)
 
 
-def test_what_is_no_tape_and_no_optimizer(tf: Any) -> None:
+def test_wrong_tapes_and_optimizers_are_refused(tf: Any) -> None:
     import keras
 
     import ringjax.tensorflow as hvd
@@ -173,7 +173,7 @@ def test_what_is_no_tape_and_no_optimizer(tf: Any) -> None:
         hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)
 
 
-def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
+def test_the_reducer_checks_its_arguments(tf: Any, slices: Any) -> None:
     from ringjax.tensorflow.gradients import GradientBucketReducer, GradientSettings
 
     variable = tf.Variable(1.0)
@@ -189,7 +189,7 @@ def test_a_reduction_wants_what_it_needs(tf: Any, slices: Any) -> None:
         GradientBucketReducer(GradientSettings("test", op=ringjax.Adasum))([slices])
 
 
-def test_tapes_of_other_classes_and_in_every_state(tf: Any) -> None:
+def test_tapes_may_be_subclasses_and_recording(tf: Any) -> None:
     import ringjax.tensorflow as hvd
 
     class Mine(tf.GradientTape):
@@ -215,7 +215,7 @@ def test_tapes_of_other_classes_and_in_every_state(tf: Any) -> None:
         assert float(tape.gradient(y, [x])[0]) == 6.0
 
 
-def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
+def test_local_aggregation_sums_several_passes(tf: Any, slices: Any) -> None:
     from ringjax.tensorflow.aggregation import LocalAggregation
 
     fails = [True]
@@ -230,7 +230,7 @@ def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
     assert sums.compute_gradients(given, [])[1] is None
     with pytest.raises(errors.PeerLost):
         sums.compute_gradients(given, [])
-    assert int(sums.counter) == 0  # the sums begin anew
+    assert int(sums.counter) == 0  # the sums are reset
     for step in range(4):
         found = sums.compute_gradients(given, [])
         call = lambda step=step: applied.append(step)  # noqa: E731
@@ -244,7 +244,7 @@ def test_sums_of_several_passes(tf: Any, slices: Any) -> None:
         sparse.compute_gradients([slices], [])
 
 
-def test_failures_that_come_through_tensorflow(tf: Any) -> None:
+def test_failures_are_converted_from_and_to_tensorflow(tf: Any) -> None:
     from ringjax.tensorflow.failures import to_tensorflow_error
 
     lost = to_tensorflow_error(errors.PeerLost("RINGJAX[world]: rank 2 is gone", 2))

@@ -1,4 +1,4 @@
-"""The done callback of a kernel moves a `std::function`, or leaves it in place."""
+"""Tests that a kernel's done callback, a `std::function`, is moved only if known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ranks(1), pytest.mark.launch("tensorflow")]
 Words = ctypes.c_void_p * 4
 
 
-def test_it_is_moved_away_and_called_from_there() -> None:
+def test_the_done_callback_is_moved_and_called() -> None:
     code = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
     theirs, called = Words(5, 6, code, code), []
 
@@ -21,13 +21,13 @@ def test_it_is_moved_away_and_called_from_there() -> None:
 
     then = kernel_registration.KernelDoneCallback(ctypes.addressof(theirs), run)
     assert then.outlives_kernel
-    assert theirs[2] is None  # so the owner destroys nothing
+    assert theirs[2] is None  # an empty std::function, so its owner destroys nothing
     theirs[0] = 0
     then()
     assert called == [[5, 6, code, code]]
 
 
-def test_unknown_words_are_left_as_they_are() -> None:
+def test_an_unknown_done_callback_is_not_moved() -> None:
     theirs, called = Words(1, 2, 3, 4), []
     then = kernel_registration.KernelDoneCallback(
         ctypes.addressof(theirs), called.append

@@ -1,4 +1,4 @@
-"""ringjax.tensorflow's operations have Horovod's names, arguments and defaults."""
+"""Tests that ringjax.tensorflow has Horovod's names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_signatures_are_those_of_horovod() -> None:
             f"tensor, {scatter}, name=None, process_set=global, "
             f"ignore_name_scope=False, {factors}"
         ),
-        # Only ringjax has the argument behind the star.
+        # Horovod has no argument `name` here.
         "grouped_reducescatter": (
             f"tensors, {scatter}, process_set=global, ignore_name_scope=False, "
             f"{factors}, name=None"
@@ -73,7 +73,7 @@ def test_signatures_are_those_of_horovod() -> None:
     assert hvd.init is ringjax.init
 
 
-def test_every_name_is_there() -> None:
+def test_all_names_of_horovod_exist() -> None:
     names = """
     Adasum Average Compression Max Min ProcessSet Product Sum add_process_set
     ccl_built cross_rank cross_size cuda_built ddl_built global_process_set gloo_built

@@ -1,4 +1,4 @@
-"""How long a call may wait: the nearest limit, and which limits there can be."""
+"""Tests of the time limit of a call: which limit counts, and which values are valid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.world.process_set import ProcessSet
 from ringjax.xla import primitive
 
 
-def test_the_nearest_limit_counts() -> None:
+def test_the_innermost_limit_counts() -> None:
     plain, own = ProcessSet([0]), ProcessSet([0], timeout=5)
     assert (plain.limit(), own.limit()) == (timeouts.JOB_LIMIT, 5.0)
     with ringjax.collective_timeout(30):
@@ -27,7 +27,7 @@ def test_the_nearest_limit_counts() -> None:
     assert own.limit() == timeouts.JOB_LIMIT
 
 
-def test_a_limit_ends_with_an_exception_and_is_of_one_thread() -> None:
+def test_a_limit_ends_at_an_exception_and_is_per_thread() -> None:
     seen = []
     with pytest.raises(KeyError), ringjax.collective_timeout(3):
         thread = threading.Thread(
@@ -41,7 +41,7 @@ def test_a_limit_ends_with_an_exception_and_is_of_one_thread() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, -0.001, math.nan, "5", b"5", True, [1], object()])
-def test_what_is_no_limit_is_refused(bad: object) -> None:
+def test_invalid_limits_are_refused(bad: object) -> None:
     with pytest.raises(ValueError, match="number of seconds"):
         ProcessSet([0], timeout=bad)  # type: ignore[arg-type]
     with (
@@ -51,7 +51,7 @@ def test_what_is_no_limit_is_refused(bad: object) -> None:
         pass
 
 
-def test_none_is_the_jobs_for_a_set_and_nothing_for_a_call() -> None:
+def test_none_means_the_jobs_limit_for_process_sets_only() -> None:
     assert ProcessSet([0], timeout=None).timeout is None
     with pytest.raises(ValueError, match="None"), ringjax.collective_timeout(None):  # type: ignore[arg-type]
         pass
@@ -61,12 +61,12 @@ def test_infinity_is_no_limit() -> None:
     assert ProcessSet([0], timeout=math.inf).limit() == 0.0
 
 
-def test_only_a_limit_of_its_own_is_an_attribute_of_a_call() -> None:
+def test_calls_have_a_timeout_attribute_only_if_it_is_set() -> None:
     usual = primitive.call_attributes("allreduce", primitive.DEFAULTS)
     limited = primitive.call_attributes(
         "allreduce", {**primitive.DEFAULTS, "timeout": 2.0}
     )
-    # The core looks for a timeout where there are more attributes than that.
+    # The core reads a timeout only if a call has more than 15 attributes.
     assert len(usual) == 15
     assert "timeout" not in usual
     assert limited == {**usual, "timeout": 2.0}

@@ -1,7 +1,7 @@
-"""TLS on control connections: who uses it, what it hides, what it does not let pass.
+"""Tests of TLS on control connections: negotiation, encryption, detected damage.
 
-Most needs a Python whose ssl has pre-shared keys, 3.13; what happens without is tested
-everywhere.
+Most tests need Python 3.13, whose ssl has pre-shared keys (PSK). Tests of a Python
+without PSK run on all versions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUITES = ("TLS_CHACHA20_POLY1305_SHA256", "TLS_AES_128_GCM_SHA256")
         (TlsOffer.NONE, TlsOffer.ABLE),
     ],
 )
-def test_without_one_of_both_it_stays_in_the_clear(
+def test_without_tls_on_both_ends_messages_are_plain(
     mine: TlsOffer, theirs: TlsOffer
 ) -> None:
     one, other = run_handshake(SECRET, HELLO, mine, theirs)
@@ -56,7 +56,7 @@ def test_without_one_of_both_it_stays_in_the_clear(
 @needs_tls
 @pytest.mark.parametrize("mine", [TlsOffer.ABLE, TlsOffer.REQUIRED])
 @pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
-def test_two_that_can_do(mine: TlsOffer, theirs: TlsOffer) -> None:
+def test_tls_is_used_if_both_ends_support_it(mine: TlsOffer, theirs: TlsOffer) -> None:
     one, other = run_handshake(SECRET, HELLO, mine, theirs)
     assert one.tls is not None and other.tls is not None
     assert one.tls.cipher == other.tls.cipher
@@ -71,7 +71,7 @@ def test_two_that_can_do(mine: TlsOffer, theirs: TlsOffer) -> None:
     ("mine", "theirs"),
     [(TlsOffer.REQUIRED, TlsOffer.NONE), (TlsOffer.NONE, TlsOffer.REQUIRED)],
 )
-def test_who_requires_it_refuses_and_both_say_why(
+def test_both_ends_report_that_tls_is_required(
     mine: TlsOffer, theirs: TlsOffer
 ) -> None:
     caller = handshake.caller_steps(SECRET, replace(HELLO, tls=mine))
@@ -92,7 +92,7 @@ def test_who_requires_it_refuses_and_both_say_why(
 
 
 @pytest.mark.parametrize("flag", [0, 2, 3, 255])
-def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
+def test_altered_tls_offers_are_detected(flag: int) -> None:
     def callee() -> handshake.HandshakeSteps:
         steps = handshake.callee_steps(
             SECRET, JOB, lambda introduction: "", TlsOffer.ABLE
@@ -108,7 +108,8 @@ def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
     said[where] = flag
     caller = handshake.caller_steps(SECRET, replace(HELLO, tls=TlsOffer.ABLE))
     next(caller)
-    with pytest.raises(AuthenticationError):  # the caller, as it had said otherwise
+    # The caller detects that its offer was altered on the way.
+    with pytest.raises(AuthenticationError):
         caller.send(callee().send(bytes(said))[0])
     caller = handshake.caller_steps(SECRET, replace(HELLO, tls=TlsOffer.ABLE))
     answer = bytearray(callee().send(next(caller)[0])[0])
@@ -119,7 +120,9 @@ def test_nobody_between_them_can_talk_them_out_of_it(flag: int) -> None:
         caller.send(bytes(answer))
 
 
-def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_tls_without_psk_support_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr(ssl, "HAS_PSK", raising=False)
     assert (tls.offer_for("auto"), tls.offer_for("off")) == (
         TlsOffer.NONE,
@@ -137,7 +140,7 @@ def test_where_python_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_tls
-def test_keys_that_differ() -> None:
+def test_different_keys_are_refused() -> None:
     client, server = (
         TlsEndpoint(b"a" * 32, server=False),
         TlsEndpoint(b"b" * 32, server=True),
@@ -152,7 +155,7 @@ def test_keys_that_differ() -> None:
 
 @needs_tls
 @pytest.mark.parametrize("head", [b"\x16\x03\x03\xff\xff", b"\x16\x03\x03\0\0"])
-def test_an_announced_length_is_not_believed(head: bytes) -> None:
+def test_bad_record_lengths_are_refused(head: bytes) -> None:
     steps = TlsEndpoint(b"a" * 32, server=True).handshake()
     next(steps)
     with pytest.raises(AuthenticationError, match="announces a TLS record of"):
@@ -177,7 +180,7 @@ def test_one_thread_may_send_while_another_receives() -> None:
     assert sent == found == [{"n": n} for n in range(300)]
 
 
-# Over sockets, through somebody who listens.
+# Over sockets, through a proxy that records all bytes.
 
 
 @pytest.fixture
@@ -194,7 +197,7 @@ def server_and_log(
     server.close()
 
 
-def meet(
+def join_through(
     server: Coordinator, proxy: FaultProxy, setting: str, seconds: float = LONG
 ) -> CoordinatorClient:
     hello = {"rank": 0, "size": 1, "name": TOKEN}
@@ -210,7 +213,7 @@ def records(stream: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
-    """The extensions of a hello message of TLS 1.3, inside its handshake record."""
+    """Parses the extensions of a TLS 1.3 hello message in its handshake record."""
     place = 4 + 2 + 32
     place += 1 + hello[place]  # client
     if client:
@@ -229,12 +232,12 @@ def extensions(hello: bytes, *, client: bool) -> dict[int, bytes]:
 
 @needs_tls
 @pytest.mark.parametrize("server_and_log", ["auto", "required"], indirect=True)
-def test_nobody_on_the_way_can_read_it(
+def test_an_observer_cannot_read_messages(
     server_and_log: tuple[Coordinator, list[str]],
 ) -> None:
     server, _ = server_and_log
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
-        client = meet(server, proxy, "auto")
+        client = join_through(server, proxy, "auto")
         assert client.members[0].hello["name"] == TOKEN
         assert client.exchange(TOKEN, 5.0, "a value") == [TOKEN]
         client.close()
@@ -242,28 +245,28 @@ def test_nobody_on_the_way_can_read_it(
     for side in (up, down):
         assert TOKEN.encode() not in side
         assert b'"type"' not in side
-    # Not with the secret either: what encrypts comes from Diffie and Hellman. The
-    # client allows nothing else (45: modes, 1 = with them), the server has taken both
-    # the key that was shared before (41) and half of a new one (51).
+    # Even the job's secret does not decrypt the messages, because the keys come from a
+    # Diffie-Hellman exchange. The client allows only this mode (extension 45, value 1),
+    # and the server has selected a pre-shared key (41) and a key share (51).
     mine = extensions(next(records(up[100:]))[1], client=True)
     assert mine[45] == b"\x01\x01"
     theirs = extensions(next(records(down[97:]))[1], client=False)
     assert theirs.keys() >= {41, 51, 43}
     assert theirs[43] == b"\x03\x04"  # TLS 1.3
-    # And after the hellos everything is a record of encrypted data (23), but for the
-    # one that means nothing and is there for old routers (20).
+    # After the hellos, all records are encrypted data (23), except a meaningless
+    # change-cipher-spec record (20) for old middleboxes.
     for side in (up[100:], down[97:]):
         assert {kind for kind, _ in list(records(side))[1:]} <= {20, 23}
 
 
 @pytest.mark.parametrize("server_and_log", ["off"], indirect=True)
-def test_what_can_be_read_without(
+def test_an_observer_can_read_messages_without_tls(
     server_and_log: tuple[Coordinator, list[str]],
 ) -> None:
     """Proves that the test above can fail: without TLS the proxy reads the token."""
     server, _ = server_and_log
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
-        meet(server, proxy, "auto").close()
+        join_through(server, proxy, "auto").close()
         assert TOKEN.encode() in proxy.received[0]
         assert TOKEN.encode() in proxy.received[1]
 
@@ -274,7 +277,7 @@ def test_what_can_be_read_without(
     [("required", "off"), ("off", "required")],
     indirect=["server_and_log"],
 )
-def test_a_server_and_a_rank_of_other_opinions(
+def test_required_tls_refuses_a_peer_without_tls(
     server_and_log: tuple[Coordinator, list[str]], other: str
 ) -> None:
     server, log = server_and_log
@@ -290,7 +293,7 @@ def test_a_server_and_a_rank_of_other_opinions(
 @needs_tls
 @pytest.mark.parametrize("server_and_log", ["auto"], indirect=True)
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_damage_after_the_handshake_ends_it(
+def test_damage_after_the_handshake_ends_the_connection(
     server_and_log: tuple[Coordinator, list[str]], direction: str
 ) -> None:
     server, _ = server_and_log
@@ -298,7 +301,7 @@ def test_damage_after_the_handshake_ends_it(
     where = addresses.parse(server.addresses[0])[0]
     with FaultProxy(where, **{direction: Fault(flip_at=at)}) as proxy:
         with pytest.raises((AuthenticationError, StartupError)):
-            meet(server, proxy, "auto", 2.0)
+            join_through(server, proxy, "auto", 2.0)
         assert len(proxy.received[direction == "down"]) > at
 
 
@@ -326,7 +329,7 @@ def run(kind: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 @needs_tls
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_job_that_requires_it(kind: str) -> None:
+def test_a_job_with_required_tls(kind: str) -> None:
     done = run(kind, sys.executable, "-c", RANK)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("size 2") == 2
@@ -334,7 +337,7 @@ def test_a_job_that_requires_it(kind: str) -> None:
 
 @pytest.mark.skipif(supported(), reason="this Python can")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_job_that_requires_it_where_python_cannot(kind: str) -> None:
+def test_ringrun_refuses_required_tls_without_psk_support(kind: str) -> None:
     done = run(kind, "true")
     assert done.returncode == 2
     assert "RINGJAX_TLS is 'required', but this Python's ssl" in done.stderr

@@ -1,7 +1,8 @@
-"""The token that orders stand-alone calls: in a program, or placed and waited for.
+"""Tests of the tokens that order stand-alone calls, in a job of one rank.
 
-One process, a job of one. What xla/tokens.py changes in JAX are shortcuts: these tests
-hold them against JAX's own way. That calls stay in order is in ranks/jax/.
+xla/tokens.py replaces some of JAX's handling of tokens by faster code. These tests
+check that the results are as with JAX's own code. tests/ranks/jax tests the order of
+calls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.experimental import io_callback
 import ringjax
 from ringjax.xla import tokens
 
-JAX: Any = tokens  # with the private names of jax, which only that file imports
+JAX: Any = tokens  # the module imports private names of jax, which these tests need
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +39,7 @@ def _no_tokens_of_others() -> Iterator[None]:
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Records the arguments of JAX's `device_put` from now on."""
+    """Records the arguments of JAX's `device_put` during the test."""
     arguments: list[Any] = []
     api: Any = vars(JAX._dispatch)["api"]
     place = api.device_put
@@ -61,7 +62,7 @@ def reduce(x: Any) -> Any:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The programs that JAX calls from Python from now on, instead of from C++."""
+    """Records the programs that JAX launches from Python, not from its C++ path."""
     names: list[str] = []
     call = JAX._pxla.ExecuteReplicated.__call__
 
@@ -87,8 +88,8 @@ def test_a_program_on_one_device_takes_no_token(launches, ahead) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_program_without_results_does(launches, ahead) -> None:
-    """Its token is all that tells when it is done, and if it failed."""
+def test_a_program_without_results_takes_a_token(launches, ahead) -> None:
+    """Without results, only the token shows when the program ends or fails."""
     program = jax.jit(lambda: ringjax.barrier())
     call = program.lower().compile() if ahead else program
     seen = set()
@@ -98,7 +99,7 @@ def test_a_program_without_results_does(launches, ahead) -> None:
     assert len(launches) == len(seen) == 5
 
 
-def test_beside_the_order_of_others() -> None:
+def test_ordered_callbacks_keep_their_order() -> None:
     seen: list[int] = []
 
     def tell(x: Any, number: int) -> None:
@@ -119,7 +120,7 @@ def test_beside_the_order_of_others() -> None:
     assert seen == [1, 2, 3] * 3
 
 
-def test_waits_for_what_nobody_kept() -> None:
+def test_wait_for_programs_waits_for_dropped_results() -> None:
     seen: list[int] = []
 
     def slow(x: Any) -> Any:
@@ -141,7 +142,7 @@ def test_waits_for_what_nobody_kept() -> None:
 
 @pytest.fixture
 def reduced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A program that takes one, as if it were for another device."""
+    """Makes a program that takes a token, as if XLA did not order its calls."""
     monkeypatch.setattr(tokens, "_is_ordered_by_xla", lambda *_: False)
     return jax.jit(lambda x: reduce(x))
 
@@ -154,7 +155,7 @@ def test_a_token_in_place_is_not_placed_again(placed: list[Any], reduced: Any) -
     assert not any(isinstance(x, JAX._core.Token) for x in placed)
 
 
-def test_the_tokens_of_others_are_left_to_jax(placed: list[Any]) -> None:
+def test_tokens_of_other_effects_are_placed_by_jax(placed: list[Any]) -> None:
     seen: list[float] = []
 
     @jax.jit
@@ -170,7 +171,7 @@ def test_the_tokens_of_others_are_left_to_jax(placed: list[Any]) -> None:
 
 
 class _Array:
-    """Stands for the array inside a token."""
+    """A fake of the array inside a token."""
 
     def __init__(self, devices: set[Any], error: Exception | None = None) -> None:
         self._devices, self._error = devices, error
@@ -185,21 +186,21 @@ class _Array:
             raise self._error
 
 
-def test_a_program_waits_for_the_one_before(reduced: Any) -> None:
+def test_a_program_waits_for_the_previous_program(reduced: Any) -> None:
     array = _Array(set())
     JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = JAX._core.Token(array)
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert array.waits
 
 
-def test_a_token_elsewhere_is_placed(placed: list[Any], reduced: Any) -> None:
+def test_a_token_on_another_device_is_placed(placed: list[Any], reduced: Any) -> None:
     elsewhere = JAX._core.Token(_Array({"another device"}))
     JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = elsewhere
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
     assert elsewhere in placed
 
 
-def test_the_error_of_the_program_before_is_raised(reduced: Any) -> None:
+def test_an_error_of_the_previous_program_is_raised(reduced: Any) -> None:
     failed = _Array(set(jax.devices()), ValueError("of the program before"))
     JAX._dispatch.runtime_tokens.current_tokens[tokens.EFFECT] = JAX._core.Token(failed)
     with pytest.raises(ValueError, match="of the program before"):

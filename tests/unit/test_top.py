@@ -1,4 +1,4 @@
-"""`ringjax top`: the view, its width, and the jobs that are refused."""
+"""Tests of `ringjax top`: the view, its width, finding jobs, and malformed messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def seen(request: pytest.FixtureRequest) -> JobStatus:
     return _large() if request.param == "large" else JobStatus(View(0.0))
 
 
-def test_text_fits_into_80_columns(seen: JobStatus) -> None:
+def test_text_has_at_most_80_columns(seen: JobStatus) -> None:
     lines = list(table.lines(seen))
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
@@ -77,7 +77,7 @@ def test_the_screen_fits(seen: JobStatus, width: int, height: int) -> None:
     assert f"ringjax top   {seen.command}"[:40] in lines[0]
 
 
-def test_of_many_ranks_those_are_shown_that_matter() -> None:
+def test_slow_and_silent_ranks_are_shown_first() -> None:
     rows = [row.rank for row in table.chosen(_large(), 5)]
     assert rows[-2:] == [400, 450] and len(rows) == 5
     text = "\n".join(table.lines(_large(), most=5))
@@ -85,7 +85,7 @@ def test_of_many_ranks_those_are_shown_that_matter() -> None:
     assert "all wait for rank 400: last in 100% of the calls, 123 s late" in text
 
 
-def test_what_was_recorded() -> None:
+def test_text_of_the_recorded_status() -> None:
     text = "\n".join(table.lines(parse_status(RECORDED)))
     assert "4 ranks on 2 hosts" in text and "1 joined, 1 lost" in text
     assert "node-b" in text and " <-" in text and "steps/s" in text
@@ -103,12 +103,12 @@ def test_what_was_recorded() -> None:
         b"[" * 100_000,
     ],
 )
-def test_a_message_of_somebody_else_is_refused(text: bytes) -> None:
+def test_malformed_messages_are_refused(text: bytes) -> None:
     with pytest.raises(ValueError):
         parse_status(text)
 
 
-def test_a_later_ringrun_may_say_more() -> None:
+def test_unknown_fields_are_ignored() -> None:
     message = json.loads(RECORDED)
     message["view"]["new"] = message["view"]["rows"][0]["new"] = message["new"] = 1
     assert parse_status(json.dumps(message).encode()) == parse_status(RECORDED)
@@ -118,61 +118,67 @@ def test_a_later_ringrun_may_say_more() -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def socket_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     deep = tmp_path / ("deep" * 30)  # longer than the address of a socket may be
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     yield sockets.socket_folder()
 
 
-def test_the_socket_is_for_its_user_alone(place: Path) -> None:
+def test_only_the_user_can_access_the_socket(socket_folder: Path) -> None:
     with sockets.listen()[0] as sock:
-        assert stat.S_IMODE(place.stat().st_mode) == 0o700
-        (path,) = place.iterdir()
+        assert stat.S_IMODE(socket_folder.stat().st_mode) == 0o700
+        (path,) = socket_folder.iterdir()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert cli.find(None) == path == cli.find(str(os.getpid()))
         with sockets.connect(path):
             pass
-        with sockets.listen()[0] as other:  # for a second job of this process
+        with sockets.listen()[0] as other:  # a second job of this process
             assert other is not sock
-            assert len(list(place.iterdir())) == 2
+            assert len(list(socket_folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o707])
-def test_a_folder_that_others_may_enter_is_not_used(place: Path, mode: int) -> None:
-    place.mkdir()
-    place.chmod(mode)
+def test_a_folder_that_others_can_enter_is_not_used(
+    socket_folder: Path, mode: int
+) -> None:
+    socket_folder.mkdir()
+    socket_folder.chmod(mode)
     with pytest.raises(PermissionError):
         sockets.listen()
     assert sockets.find_jobs() == {}
 
 
-def test_a_folder_behind_a_link_is_not_used(place: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_to_a_folder_is_not_used(
+    socket_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)
-    place.symlink_to(tmp_path / "theirs")
+    socket_folder.symlink_to(tmp_path / "theirs")
     with pytest.raises(OSError):
         sockets.listen()
 
 
-def test_what_a_killed_ringrun_has_left_is_removed(place: Path) -> None:
-    place.mkdir(mode=0o700)
+def test_sockets_of_killed_ringruns_are_removed(socket_folder: Path) -> None:
+    socket_folder.mkdir(mode=0o700)
     ended = subprocess.Popen(["true"])
     ended.wait()
     for name in (f"{ended.pid}-0.sock", "notes.txt"):
-        (place / name).touch()
+        (socket_folder / name).touch()
     assert sockets.find_jobs() == {}
-    assert [path.name for path in place.iterdir()] == ["notes.txt"]
+    assert [path.name for path in socket_folder.iterdir()] == ["notes.txt"]
 
 
-def test_which_job_is_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_is_found_by_process_id(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = {None: "no running job", "1": "no ringrun 1", "x": "'x' is no process id"}
     for wanted, why in missing.items():
         with pytest.raises(sockets.JobSocketError, match=why):
             cli.find(wanted)
     with sockets.listen()[0]:
-        (path,) = place.iterdir()
+        (path,) = socket_folder.iterdir()
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as other:
-            monkeypatch.chdir(place)
+            monkeypatch.chdir(socket_folder)
             other.bind("1-0.sock")
             other.listen()
             with pytest.raises(sockets.JobSocketError, match="several jobs run: 1, "):
@@ -181,10 +187,10 @@ def test_which_job_is_meant(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Ringrun:
-    """Plays it: each who connects gets these bytes, and then nothing more.
+    """A fake ringrun that sends the same bytes to each client.
 
     Args:
-        hangs: the connection stays open.
+        hangs: whether connections stay open afterwards.
     """
 
     def __init__(self, data: bytes, hangs: bool = False) -> None:
@@ -198,12 +204,12 @@ class Ringrun:
         self._thread.start()
         return self
 
-    def leave(self) -> None:
-        """The job is over."""
+    def end_job(self) -> None:
+        """Ends the job, which closes all connections."""
         self._over.set()
 
     def __exit__(self, *_: object) -> None:
-        self.leave()
+        self.end_job()
         self._thread.join()
         self._listener.close()
 
@@ -222,10 +228,10 @@ class Ringrun:
 MESSAGE = json.dumps(json.loads(RECORDED)).encode() + b"\n"
 
 
-def _top(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _top(socket_folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "ringjax", "top", *words],
-        env=environment("top", {"TMPDIR": str(place.parent)}),
+        env=environment("top", {"TMPDIR": str(socket_folder.parent)}),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -233,27 +239,27 @@ def _top(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_once_prints_one_block(place: Path) -> None:
+def test_once_prints_one_block(socket_folder: Path) -> None:
     with Ringrun(MESSAGE * 3, hangs=True):
-        done = _top(place, "--once")
+        done = _top(socket_folder, "--once")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.count("4 ranks on 2 hosts") == 1
     assert "\x1b" not in done.stdout  # standard output is not a terminal
 
 
-def test_the_end_of_a_job_is_said(place: Path) -> None:
+def test_the_end_of_a_job_is_printed(socket_folder: Path) -> None:
     with Ringrun(MESSAGE * 3):
-        done = _top(place)
+        done = _top(socket_folder)
     assert done.returncode == 0 and "4 ranks on 2 hosts" in done.stdout
     assert done.stderr == "ringjax top: the job is over\n"
 
 
-def test_who_reads_may_leave(place: Path) -> None:
+def test_a_closed_output_pipe_ends_top(socket_folder: Path) -> None:
     with Ringrun(MESSAGE * 3, hangs=True):
         words = [sys.executable, "-P", "-m", "ringjax", "top", "-i", "0.1"]
         top = subprocess.Popen(
             words,
-            env=environment("top", {"TMPDIR": str(place.parent)}),
+            env=environment("top", {"TMPDIR": str(socket_folder.parent)}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -266,20 +272,22 @@ def test_who_reads_may_leave(place: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"nonsense\n", b"\xff\xfe\n", b'{"view": 3}\n'])
-def test_nonsense_is_an_error_and_no_traceback(place: Path, data: bytes) -> None:
+def test_malformed_messages_print_no_traceback(
+    socket_folder: Path, data: bytes
+) -> None:
     with Ringrun(data, hangs=True):
-        done = _top(place, "--once")
+        done = _top(socket_folder, "--once")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith("ringjax top: ") and done.stderr.count("\n") == 1
 
 
-def test_no_job_is_said(place: Path) -> None:
-    done = _top(place)
+def test_a_missing_job_is_an_error(socket_folder: Path) -> None:
+    done = _top(socket_folder)
     assert done.returncode == 1
     assert done.stderr.startswith("ringjax top: no running job of this user is found")
 
 
-def test_the_newest_message_counts(place: Path) -> None:
+def test_only_the_newest_message_is_returned(socket_folder: Path) -> None:
     older = json.dumps({**json.loads(RECORDED), "job": {"pid": 1}}).encode() + b"\n"
     with Ringrun(older + MESSAGE, hangs=True) as ringrun:
         job = JobConnection(ringrun.path)
@@ -289,7 +297,7 @@ def test_the_newest_message_counts(place: Path) -> None:
             assert job.read(0.05) is None
 
 
-def test_a_connection_that_ends_is_told(place: Path) -> None:
+def test_a_closed_connection_raises_job_ended(socket_folder: Path) -> None:
     with Ringrun(b"") as ringrun:
         job = JobConnection(ringrun.path)
         with contextlib.closing(job), pytest.raises(JobEnded):
@@ -307,8 +315,10 @@ sys.exit(cli.main([]))
 
 @pytest.mark.parametrize("words", [["-m", "ringjax", "top"], ["-c", WITHOUT_RICH]])
 @pytest.mark.parametrize("end", [b"q", b"\x03", None])
-def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None:
-    """The screen is filled, `q` and Ctrl-C end it, and the terminal is as before."""
+def test_top_on_a_terminal(
+    socket_folder: Path, words: list[str], end: bytes | None
+) -> None:
+    """`q`, Ctrl-C or the end of the job end top, and the terminal is restored."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     before = termios.tcgetattr(theirs)
@@ -318,36 +328,38 @@ def test_on_a_terminal(place: Path, words: list[str], end: bytes | None) -> None
         ringrun = stack.enter_context(Ringrun(MESSAGE * 3, hangs=True))
         process = subprocess.Popen(
             [sys.executable, "-P", *words],
-            env=environment("top", {"TMPDIR": str(place.parent), "TERM": "xterm"}),
+            env=environment(
+                "top", {"TMPDIR": str(socket_folder.parent), "TERM": "xterm"}
+            ),
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=_on_its_terminal,
+            preexec_fn=_take_terminal,
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
         rich = words[0] == "-m"
-        text = _shown(ours, b"q: quit" if rich else b"joined as rank")
+        text = _read_until(ours, b"q: quit" if rich else b"joined as rank")
         assert text.startswith(b"\x1b[?1049h")  # the terminal keeps the screen below
         assert b"node-b" in text and b"was killed by signal 9" in text
         if end is None:
-            ringrun.leave()
+            ringrun.end_job()
         else:
             os.write(ours, end)
-        text = _shown(ours, b"\x1b[?1049l")
+        text = _read_until(ours, b"\x1b[?1049l")
         assert b"Traceback" not in text
         assert process.wait(LONG) == 0
         assert termios.tcgetattr(theirs) == before
 
 
-def _on_its_terminal() -> None:
+def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # A shell lets background jobs of a script ignore Ctrl-C.
+    # A shell script starts background jobs with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _shown(terminal: int, wanted: bytes) -> bytes:
+def _read_until(terminal: int, wanted: bytes) -> bytes:
     text = b""
     while wanted not in text:
         assert wait_readable(terminal, LONG), text

@@ -1,4 +1,4 @@
-"""ringjax.torch has Horovod's names, with Horovod's arguments and defaults."""
+"""Tests that ringjax.torch has Horovod's names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _default(value: Any) -> str:
     return repr(int(value) if isinstance(value, ringjax.ops.ReduceOp) else value)
 
 
-def test_every_name_is_there() -> None:
+def test_all_names_of_horovod_exist() -> None:
     names = """
     Adasum Average Compression DistributedOptimizer Max Min ProcessSet Product Sum
     SyncBatchNorm add_process_set ccl_built cross_rank cross_size cuda_built

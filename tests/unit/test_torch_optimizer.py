@@ -1,6 +1,6 @@
-"""DistributedOptimizer in one process: arguments, names, groups, shared state.
+"""Tests of DistributedOptimizer in one process: arguments, names, groups, shared state.
 
-tests/ranks/torch/test_torch_optimizer.py tests the reduction.
+tests/ranks/torch/test_torch_optimizer.py tests the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_num_groups_is_the_former_name_of_groups() -> None:
         DistributedOptimizer(sgd(build()), num_groups=-1)
 
 
-def test_it_is_the_optimizer_that_it_was_made_of() -> None:
+def test_it_shares_class_and_state_with_the_original() -> None:
     model = build()
     plain = sgd(model, nesterov=True)
     train(model, plain)
@@ -147,7 +147,7 @@ def test_it_is_the_optimizer_that_it_was_made_of() -> None:
         DistributedOptimizer(optimizer)
 
 
-def test_a_scheduler_made_before_reaches_it_and_hides_nothing() -> None:
+def test_schedulers_of_the_original_optimizer_work() -> None:
     model = build()
     plain = sgd(model)
     torch.optim.lr_scheduler.LambdaLR(plain, lambda epoch: 0.5)
@@ -169,7 +169,7 @@ def test_a_scheduler_made_before_reaches_it_and_hides_nothing() -> None:
     [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))],
     ids=["deepcopy", "pickle"],
 )
-def test_copies_have_hooks_on_parameters_of_their_own(op, copied) -> None:
+def test_copies_have_hooks_on_their_own_parameters(op, copied) -> None:
     model, steps = build(), []
     unit = [model[0].weight, model[1].bias]
     optimizer = DistributedOptimizer(
@@ -191,7 +191,7 @@ def test_copies_have_hooks_on_parameters_of_their_own(op, copied) -> None:
     for pair in ((model, optimizer), (other_model, other)):
         train(*pair)
     assert_equal(model, other_model)
-    assert len(steps) == 2  # hooks on steps run once a step
+    assert len(steps) == 2  # step hooks run once for each step
     seen = []
     other._reducer.on_gradient_ready = seen.append
     other_model(torch.ones(1, 4)).sum().backward()
@@ -200,7 +200,7 @@ def test_copies_have_hooks_on_parameters_of_their_own(op, copied) -> None:
     assert len(seen) == 4
 
 
-def test_what_scripts_for_horovod_read() -> None:
+def test_attributes_of_horovods_optimizer_exist() -> None:
     model = build()
     named = dict(model.named_parameters())
     optimizer = DistributedOptimizer(sgd(model), named.items(), op=Sum)
@@ -210,12 +210,12 @@ def test_what_scripts_for_horovod_read() -> None:
     assert optimizer.backward_passes_per_step == 2
 
 
-def test_a_process_set_is_kept() -> None:
+def test_copies_keep_the_process_set() -> None:
     optimizer = DistributedOptimizer(sgd(build()), process_set=ProcessSet([0, 2]))
     assert copy.deepcopy(optimizer)._reducer.options.process_set.ranks == [0, 2]
 
 
-def test_parameters_outlive_it_without_its_hooks() -> None:
+def test_hooks_are_removed_with_the_optimizer() -> None:
     model = build()
     optimizer = DistributedOptimizer(sgd(model))
     assert len(model[0].weight._post_accumulate_grad_hooks) == 1
@@ -224,7 +224,7 @@ def test_parameters_outlive_it_without_its_hooks() -> None:
     assert not model[0].weight._post_accumulate_grad_hooks
 
 
-def test_before_init_there_is_nobody_to_reduce_with() -> None:
+def test_backward_works_before_init() -> None:
     model = build()
     optimizer = DistributedOptimizer(sgd(model))
     model(torch.ones(1, 4)).sum().backward()

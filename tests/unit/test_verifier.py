@@ -1,6 +1,6 @@
-"""Controls: the verifier must reject schedules that are wrong, and say why.
+"""Tests that the verifier rejects wrong schedules and names the reason.
 
-Without these, a verifier that accepts everything would pass test_schedules.py.
+Without these tests, a verifier that accepts everything would pass test_schedules.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def schedules(
 
 
 def rejection(op: str, broken: list[list[Step]], counts: Counts) -> str:
-    """The verifier's reason to reject `broken`; fails if it does not."""
+    """Returns the verifier's reason to reject `broken`. Fails if it accepts."""
     report = _native.verify_schedules(op, broken, counts, 0)
     assert not report["ok"], "the verifier accepted a broken schedule"
     reason: str = report["error"]
@@ -85,7 +85,7 @@ BREAKAGES: list[tuple[Callable[[list[Step], int], None], set[str]]] = [
     ("op", "algorithm"),
     [row for row in _native.algorithms() if row[0] in ("allreduce", "reducescatter")],
 )
-def test_any_broken_step_is_noticed(
+def test_a_change_of_any_step_is_rejected(
     op: str,
     algorithm: str,
     breakage: Callable[[list[Step], int], None],
@@ -117,7 +117,7 @@ IN, OUT = ("in", 0, 3), ("out", 0, 3)
 
 
 def test_results_that_each_rank_rounds_by_itself_are_rejected() -> None:
-    """Plain recursive doubling: right sums, but not the same bits everywhere."""
+    """Plain recursive doubling has right sums, but ranks may differ in the last bit."""
     swap = [
         [
             make("send", other, src=IN, first=True),
@@ -128,7 +128,7 @@ def test_results_that_each_rank_rounds_by_itself_are_rejected() -> None:
     assert "finished twice" in rejection("allreduce", swap, [[3], [3]])
 
 
-def test_a_contribution_that_counts_twice_is_rejected() -> None:
+def test_a_duplicate_contribution_is_rejected() -> None:
     steps = [
         [
             make("recv_reduce", 1, dst=OUT, src=IN, first=True),
@@ -153,8 +153,8 @@ def test_a_deadlock_is_rejected() -> None:
     assert "rank 1, step 0 (recv from 0" in reason
 
 
-def test_what_only_works_with_two_buffers_is_rejected() -> None:
-    """A root that copies, and then sends what the copy overwrote."""
+def test_a_schedule_that_needs_two_buffers_is_rejected() -> None:
+    """The root copies its input, and then sends the input, which may be overwritten."""
     steps = [
         [
             make("copy", dst=OUT, src=IN, first=True, last=True),

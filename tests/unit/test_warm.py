@@ -1,4 +1,4 @@
-"""Programs that the warm server forks see what a fresh interpreter would show them."""
+"""Tests that a program forked by a warm server behaves as in a new interpreter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ENDS = {
 
 
 def outcome(folder: Path, source: str, *, forked: bool) -> list[str | int]:
-    """The exit code and the output of one script, without what differs each time."""
+    """Runs a script. Returns its exit code and its output without addresses."""
     script = folder / "script.py"
     script.write_text(source)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
@@ -69,14 +69,14 @@ def outcome(folder: Path, source: str, *, forked: bool) -> list[str | int]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_forked_program_is_like_a_fresh_one(tmp_path: Path, end: str) -> None:
+def test_a_forked_program_behaves_like_a_fresh_one(tmp_path: Path, end: str) -> None:
     source = f"{SHOW}\n{ENDS[end]}\n"
     fresh = outcome(tmp_path, source, forked=False)
     assert "errors" in str(fresh[2])
     assert outcome(tmp_path, source, forked=True) == fresh
 
 
-def test_nothing_of_one_program_reaches_the_next(tmp_path: Path) -> None:
+def test_programs_do_not_share_state(tmp_path: Path) -> None:
     source = """
         import json, os, sys, tempfile
         print(json.__dict__.get("left"), os.environ.get("LEFT"), tempfile.tempdir)
@@ -87,7 +87,7 @@ def test_nothing_of_one_program_reaches_the_next(tmp_path: Path) -> None:
         assert said == [0, "None None None\n", ""]
 
 
-def test_an_environment_that_imports_would_see_has_a_server_of_its_own(
+def test_other_values_of_import_variables_need_another_server(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
@@ -102,7 +102,7 @@ def test_an_environment_that_imports_would_see_has_a_server_of_its_own(
     assert said == ["False", "True"]
 
 
-def test_what_is_no_python_program_is_started_as_ever(tmp_path: Path) -> None:
+def test_other_programs_are_started_directly(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         program = warm.start(["echo", "hello"], environment("warm", {}), stdout=out)
         assert isinstance(program, subprocess.Popen)
@@ -110,7 +110,7 @@ def test_what_is_no_python_program_is_started_as_ever(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "hello\n"
 
 
-def test_ranks_are_children_of_their_agent_and_found_by_their_variables(
+def test_ranks_are_children_of_their_agent(
     start_job: StartJob,
 ) -> None:
     job = start_job(
@@ -128,7 +128,7 @@ def test_ranks_are_children_of_their_agent_and_found_by_their_variables(
     assert not leaks.processes(job.id)
 
 
-def test_a_test_file_gets_the_framework_that_it_or_its_support_imports() -> None:
+def test_the_framework_follows_from_the_imports_of_a_test() -> None:
     ranks = Path(__file__).parents[1] / "ranks"
 
     def framework(name: str, **env: str) -> str:
@@ -143,7 +143,9 @@ def test_a_test_file_gets_the_framework_that_it_or_its_support_imports() -> None
     assert warm.framework("x = 'import jax'\n", {}) == ""
 
 
-def test_ranks_find_their_framework_loaded_and_hear_ctrl_c(start_job: StartJob) -> None:
+def test_ranks_have_their_framework_and_the_default_sigint_handler(
+    start_job: StartJob,
+) -> None:
     script = """
         import signal, sys
         print("jax" in sys.modules, signal.getsignal(signal.SIGINT).__name__)

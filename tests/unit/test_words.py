@@ -1,7 +1,7 @@
-"""One word for one thing, the field's word: see docs/developers/glossary.md.
+"""Checks of words: one word for one thing (docs/developers/glossary.md).
 
-A ratchet: lists and numbers of today's exceptions may only shrink. An exception that is
-none any more fails, too, until it is taken out here.
+The lists of exceptions may only shrink: an exception that is no longer needed fails the
+check until it is removed from its list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.tree import Check, Tree, expect_offences, report
 
-# Names of public classes that several packages have on purpose: Horovod's.
+# Names of public classes that several packages define, because Horovod does.
 SEVERAL = {
     *("BF16Compressor", "Compression", "Compressor", "ElasticSampler"),
     *("FP16Compressor", "NoneCompressor", "Backend", "VariablesHandler"),
@@ -47,7 +47,7 @@ OTHER = {
     "xla_ext/ffi/registry.h": "functions over what is registered",
 }
 
-# Our own words that the field's words have replaced. No name, comment or text has one.
+# Words of ringjax that words of the field have replaced. No file may contain them.
 RETIRED = {
     *("board", "boards", "condemn", "condemned", "crowded", "farewell", "flights"),
     *("generation", "generations", "inquiry", "laggards", "lend", "lent", "loan"),
@@ -57,9 +57,9 @@ RETIRED = {
 GLOSSARY = "docs/developers/glossary.md"
 CORE = "xla_ext ringjax/eager tests/native"
 
-# A comment or a docstring that begins so has no subject.
+# A comment or a docstring that begins with one of these words has no subject.
 HEADLESS = re.compile(r"(?i)(?:who|whoever|whose|what|whatever|of|the same)\b")
-# Nor has a comment behind a line that begins with one of these.
+# A comment at the end of a line that begins with one of these words has no subject.
 FRAGMENT = re.compile(
     r"(?i)(?:by|in|on|for(?! example)|to|since|until|without|because|per|at|with)\b"
 )
@@ -70,7 +70,7 @@ WORD = r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+"
 
 
 def _classes(tree: Tree, path: str) -> Iterator[tuple[int, str, str]]:
-    """How many lines, which name and which place each class at the top level has."""
+    """Yields the number of lines, the name and the place of each top-level class."""
     kind, text = Path(path).suffix, tree.text(path)
     for place, match in tree.matches(CLASS[kind], path):
         end = re.compile(CLASS_END[kind]).search(text, match.end())
@@ -79,7 +79,7 @@ def _classes(tree: Tree, path: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _words(name: str) -> set[str]:
-    """The words of a name, in the singular."""
+    """Returns the words of a name in lower case, in the singular."""
     return {word.lower().removesuffix("s") for word in re.findall(WORD, name)}
 
 
@@ -149,11 +149,11 @@ CHECKS: list[Check] = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_no_file_breaks_the_rule(check: Check) -> None:
+def test_all_files_follow_the_rules(check: Check) -> None:
     report(check)
 
 
-def test_each_offence_is_named(tmp_path: Path) -> None:
+def test_each_offence_is_reported(tmp_path: Path) -> None:
     files = {
         "ringjax/one.py": """'''D.'''
 class Depot: # !! Depot is a class of one, two !! Depot is the largest class

@@ -1,4 +1,4 @@
-"""The first failure, if several workers fail at nearly the same time; outcomes."""
+"""Tests of the cause of a failure, if several workers fail at nearly the same time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringjax.run.workers import WorkerSlot, WorkerTable
 
 
 class Ranks:
-    """The table of a static job; `words` are what ranks wrote last."""
+    """The worker table of a static job. `words` is the last output of each rank."""
 
     def __init__(self, *hosts: str, words: dict[int, str] | None = None) -> None:
         self.table = WorkerTable(
@@ -36,7 +36,7 @@ def blamed(rank: int, code: int, why: str) -> JobOutcome:
     return JobOutcome(code, rank, why, {rank: b""})
 
 
-def test_nobody_to_blame() -> None:
+def test_success_has_no_culprit() -> None:
     found = ranks(2)
     found.exited(0, 0, 1.0)
     assert found.table.running() and not found.table.has_succeeded()
@@ -45,14 +45,14 @@ def test_nobody_to_blame() -> None:
     assert found.outcome() == JobOutcome(0, results={0: b"", 1: b""})
 
 
-def test_the_first_to_exit() -> None:
+def test_the_first_exit_is_the_cause() -> None:
     found = ranks()
     found.exited(2, 7, 1.0)
     found.exited(0, 3, 1.1)
     assert found.outcome() == blamed(2, 7, "rank 2 failed with exit code 7")
 
 
-def test_last_words_explain_an_exit_code() -> None:
+def test_the_last_output_explains_an_exit_code() -> None:
     found = ranks(words={1: "ValueError: boom"})
     found.exited(1, 1, 1.0)
     expected = "rank 1 failed: ValueError: boom (exit code 1)"
@@ -60,7 +60,7 @@ def test_last_words_explain_an_exit_code() -> None:
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_a_report_counts_from_when_it_came(elastic: bool) -> None:
+def test_a_report_counts_from_its_arrival(elastic: bool) -> None:
     # Rank 1 raised an error; rank 0 noticed it and exited earlier.
     found = ranks()
     found.table._elastic = elastic
@@ -80,7 +80,7 @@ def test_a_report_counts_from_when_it_came(elastic: bool) -> None:
         "jax.errors.JaxRuntimeError: UNAVAILABLE: RINGJAX[world, epoch 0]: rank 1 …",
     ],
 )
-def test_losing_a_peer_is_a_consequence(text: str) -> None:
+def test_a_lost_peer_is_not_the_cause(text: str) -> None:
     # The report of the survivor came before the exit of the killed rank.
     found = ranks(words={0: text})
     found.exited(0, 1, 1.0)
@@ -91,7 +91,8 @@ def test_losing_a_peer_is_a_consequence(text: str) -> None:
 
 @pytest.mark.parametrize(("elastic", "rank"), [(False, 1), (True, 0)])
 def test_a_crash_after_a_loss(elastic: bool, rank: int) -> None:
-    # A rank of a static job ends because of the loss; in an elastic job it had gone on.
+    # In a static job, rank 0 crashed because it lost rank 1. In an elastic job it had
+    # continued after the loss, so its crash is the cause.
     found = ranks(words={0: "PeerLost: rank 1 closed its connection"})
     found.table._elastic = elastic
     found.exited(0, 134, 1.0)
@@ -99,7 +100,7 @@ def test_a_crash_after_a_loss(elastic: bool, rank: int) -> None:
     assert found.outcome().rank == rank
 
 
-def test_what_we_kill_is_not_to_blame() -> None:
+def test_a_rank_that_ringrun_kills_is_not_the_cause() -> None:
     found = ranks()
     found.exited(2, 5, 1.0)
     found.table.stopping = True
@@ -117,7 +118,7 @@ def test_a_rank_that_reported_and_then_hung() -> None:
     assert found.outcome() == blamed(1, 1, "rank 1 failed: ValueError: boom")
 
 
-def test_a_crash_keeps_its_last_words() -> None:
+def test_a_crash_keeps_its_last_output() -> None:
     found = ranks(words={0: "Fatal Python error: Segmentation fault"})
     found.exited(0, 139, 1.0)
     expected = (
@@ -127,7 +128,7 @@ def test_a_crash_keeps_its_last_words() -> None:
     assert found.outcome() == blamed(0, 139, expected)
 
 
-def test_hosts_are_named_if_there_are_several() -> None:
+def test_several_hosts_are_named() -> None:
     found = Ranks("a", "b")
     found.exited(1, 255, 1.0, "lost its host, ssh ended (255)")
     expected = "rank 1 (b): lost its host, ssh ended (255)"
