@@ -43,7 +43,7 @@ def rate_of(model) -> float:
     return float(model.optimizer.learning_rate)
 
 
-def test_broadcast_leaves_local_variables_alone(world, keras, hvd) -> None:
+def test_broadcast_keeps_local_variables(world, keras, hvd) -> None:
     root = world.size - 1
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
     for variable in model.weights:
@@ -78,7 +78,7 @@ def test_broadcast_reaches_the_optimizer(world, keras, hvd, tmp_path) -> None:
     assert int(model.optimizer.iterations) == 2 * ROWS // 2
 
 
-def test_metrics_are_averages(world, keras, hvd) -> None:
+def test_metrics_are_averaged(world, keras, hvd) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
     model = build(keras, optimizer, metrics=["mae"])
     x, y = local_rows(world, ROWS)
@@ -96,7 +96,7 @@ def test_metrics_are_averages(world, keras, hvd) -> None:
         assert history[f"val_{name}"] == [pytest.approx(value, rel=1e-5)]
 
 
-def test_warm_up(world, keras, hvd, capsys) -> None:
+def test_learning_rate_warmup(world, keras, hvd, capsys) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.3))
     model = build(keras, optimizer)
     rates = recorder(keras, rate_of)
@@ -158,7 +158,7 @@ def test_momentum_is_corrected(world, keras, hvd) -> None:
 
 @pytest.mark.parametrize("kind", ["Adam", "LossScaleOptimizer"])
 @pytest.mark.filterwarnings("ignore:.*HDF5.*")
-def test_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
+def test_loading_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
     plain = keras.optimizers.Adam(0.05)
     if kind == "LossScaleOptimizer":
         plain = keras.optimizers.LossScaleOptimizer(plain)
@@ -184,7 +184,7 @@ def test_a_saved_model(world, keras, hvd, tmp_path, kind) -> None:
         assert equal_on_all_ranks(world, one)
 
 
-def test_a_saved_model_with_several_passes_fits_the_plain_optimizer(
+def test_a_model_saved_with_several_passes_loads_without_ringjax(
     world, keras, hvd, tmp_path
 ) -> None:
     optimizer = keras.optimizers.Adam(0.05)
@@ -199,9 +199,7 @@ def test_a_saved_model_with_several_passes_fits_the_plain_optimizer(
     assert int(again.iterations) == ROWS // 2
 
 
-def test_a_saved_model_with_an_optimizer_of_ones_own(
-    world, keras, hvd, tmp_path
-) -> None:
+def test_a_saved_model_with_a_custom_optimizer(world, keras, hvd, tmp_path) -> None:
     class Own(keras.optimizers.RMSprop):
         pass
 
@@ -223,7 +221,7 @@ def test_a_saved_model_with_an_optimizer_of_ones_own(
         assert int(loaded.optimizer.iterations) == ROWS // 2, how
 
 
-def test_the_best_model_is_kept(world, keras, hvd, tmp_path) -> None:
+def test_best_model_checkpoint(world, keras, hvd, tmp_path) -> None:
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
     best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
     with pytest.raises(ValueError, match="set its attribute `filepath`"):
@@ -234,7 +232,7 @@ def test_the_best_model_is_kept(world, keras, hvd, tmp_path) -> None:
     model.load_weights(best.filepath)
 
 
-def test_a_state_is_kept_and_sent(world, keras, hvd) -> None:
+def test_keras_state_saves_restores_and_syncs(world, keras, hvd) -> None:
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.Adam()), world.rank)
     state = hvd.elastic.KerasState(model, batch=20 + world.rank, epoch=world.rank)
     with pytest.raises(ValueError, match="Model must be built first"):
@@ -257,7 +255,7 @@ def test_a_state_is_kept_and_sent(world, keras, hvd) -> None:
     assert int(model.optimizer.iterations) == ROWS // 2
 
 
-def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
+def test_fit_continues_after_a_failure(world, keras, hvd) -> None:
     x, y = local_rows(world, 2)
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)))
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
@@ -303,7 +301,7 @@ def test_fit_goes_on_after_a_failure(world, keras, hvd) -> None:
     assert int(model.optimizer.iterations) == 2 * steps
 
 
-def test_the_callbacks_know_what_is_left_of_an_epoch(world, keras, hvd) -> None:
+def test_callbacks_skip_the_finished_batches_of_an_epoch(world, keras, hvd) -> None:
     del world
     model = build(keras, hvd.DistributedOptimizer(keras.optimizers.SGD()))
     state = hvd.elastic.KerasState(model, batch=4, epoch=3)

@@ -129,7 +129,7 @@ def test_options(world, keras, hvd, options, expected) -> None:
     assert found == pytest.approx([value, 10 * value])
 
 
-def test_a_compression_of_ones_own(world, keras, hvd) -> None:
+def test_custom_compression(world, keras, hvd) -> None:
     class Halved:
         @staticmethod
         def compress(tensor):
@@ -196,7 +196,7 @@ def test_local_layers(world, keras, hvd, passes, scale) -> None:
         hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=[1])
 
 
-def test_a_loop_of_ones_own(world, keras, hvd) -> None:
+def test_custom_training_loop(world, keras, hvd) -> None:
     """Calls `apply` outside of compiled steps, and `apply_gradients` as in Keras 2."""
     variable = keras.Variable(np.zeros(3, "float32"), name="v")
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
@@ -259,7 +259,7 @@ def test_bad_arguments(world, keras, hvd, options, text) -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD(), **options)
 
 
-def test_what_is_no_optimizer(world, keras, hvd) -> None:
+def test_wrong_optimizers_are_refused(world, keras, hvd) -> None:
     del world
     with pytest.raises(TypeError, match="is a str, expected one of Keras"):
         hvd.DistributedOptimizer("sgd")
@@ -273,7 +273,7 @@ def test_what_is_no_optimizer(world, keras, hvd) -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD(), num_groups=2)
 
 
-def test_values(world, keras, hvd) -> None:
+def test_collectives_on_values(world, keras, hvd) -> None:
     def array(x):
         return np.asarray(keras.ops.convert_to_numpy(x))
 
@@ -344,7 +344,7 @@ def check_names_and_arguments(module) -> None:
     assert not [name for name in names.split() if not hasattr(module, name)]
 
 
-def test_names_and_arguments_are_those_of_horovod(hvd) -> None:
+def test_names_and_arguments_match_horovod(hvd) -> None:
     check_names_and_arguments(hvd)
     assert hvd.Compression.none is not None
     with pytest.raises(AttributeError, match="no attribute 'compress'"):

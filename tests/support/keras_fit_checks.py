@@ -24,9 +24,9 @@ __all__ = [
     "hvd",
     "keras",
     "test_a_model_of_more_than_160_variables",
-    "test_all_skip_a_step_whose_gradients_are_infinite_on_one",
-    "test_fit_is_that_of_one_process_on_the_whole_batch",
-    "test_several_passes_for_one_step",
+    "test_fit_equals_one_process_on_the_whole_batch",
+    "test_infinite_gradients_on_a_rank_skip_the_step_on_all",
+    "test_several_passes_per_step",
 ]
 
 OPTIMIZERS = {
@@ -41,7 +41,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_fit_is_that_of_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
+def test_fit_equals_one_process_on_the_whole_batch(world, keras, hvd, kind) -> None:
     x, y = all_rows(world.size)
     reference = build(keras, OPTIMIZERS[kind](keras))
     fit(reference, x, y, 2 * world.size, epochs=2)
@@ -74,7 +74,7 @@ def test_a_model_of_more_than_160_variables(world, keras, hvd) -> None:
     assert any((a != b).any() for a, b in zip(before, weights(model), strict=True))
 
 
-def test_several_passes_for_one_step(world, keras, hvd) -> None:
+def test_several_passes_per_step(world, keras, hvd) -> None:
     x, y = all_rows(world.size)
     reference = build(keras, keras.optimizers.SGD(0.1))
     fit(reference, x, y, 4 * world.size)
@@ -95,7 +95,7 @@ def test_several_passes_for_one_step(world, keras, hvd) -> None:
     assert int(model.optimizer.iterations) == ROWS // 2 + 1
 
 
-def test_all_skip_a_step_whose_gradients_are_infinite_on_one(world, keras, hvd) -> None:
+def test_infinite_gradients_on_a_rank_skip_the_step_on_all(world, keras, hvd) -> None:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -13,10 +13,10 @@ from support.parameter_warnings import check_every, read_warnings, warning_of_ra
 __all__ = [
     "hvd",
     "keras",
+    "test_a_broadcast_after_the_first_step_causes_no_warning",
+    "test_a_missing_broadcast_causes_one_warning",
     "test_each_optimizer_counts_its_own_steps",
-    "test_no_look_if_it_is_off",
-    "test_the_broadcast_after_the_first_step_is_in_time",
-    "test_who_forgets_the_broadcast_is_told_once",
+    "test_the_parameter_check_can_be_off",
 ]
 
 # With PyTorch, Keras compiles nothing. TensorFlow also has graphs without XLA.
@@ -39,7 +39,7 @@ def broadcast(model) -> None:
     backend().broadcast_variables([*model.weights, *model.optimizer.variables], 0)
 
 
-def test_who_forgets_the_broadcast_is_told_once(
+def test_a_missing_broadcast_causes_one_warning(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:
     check_every(monkeypatch, 2)
@@ -68,7 +68,7 @@ def test_who_forgets_the_broadcast_is_told_once(
         assert read_warnings(capfd) == expected, options
 
 
-def test_the_broadcast_after_the_first_step_is_in_time(
+def test_a_broadcast_after_the_first_step_causes_no_warning(
     world, keras, hvd, capfd, monkeypatch
 ) -> None:
     check_every(monkeypatch, 2)
@@ -96,7 +96,7 @@ def test_each_optimizer_counts_its_own_steps(
     assert read_warnings(capfd) == []
 
 
-def test_no_look_if_it_is_off(world, keras, hvd, capfd, monkeypatch) -> None:
+def test_the_parameter_check_can_be_off(world, keras, hvd, capfd, monkeypatch) -> None:
     check_every(monkeypatch, 0)
     x, y = (local_part(world, rows, 2) for rows in all_rows(world.size))
     for options in COMPILE_OPTIONS[os.environ["KERAS_BACKEND"]]:

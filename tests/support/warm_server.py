@@ -214,7 +214,7 @@ def _run_program(words: Sequence[str]) -> int:
         else:
             sys.argv[:] = words[script:]
             main.__file__ = words[script]
-            if script == 1:  # without -P
+            if script == 1:  # the option -P is missing
                 sys.path.insert(0, os.path.dirname(os.path.realpath(words[script])))
             source = Path(words[script]).read_bytes()
             exec(compile(source, words[script], "exec"), main.__dict__)

@@ -1,4 +1,4 @@
-"""Addresses: how they are written, and which ones this machine has."""
+"""Tests of parsing and printing addresses, and of this machine's own addresses."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ringjax.errors import StartupError
         ("a:1,,b:2,", [("a", 1), ("b", 2)]),
     ],
 )
-def test_addresses(text: str, found: list[tuple[str, int]]) -> None:
+def test_parse_and_show_addresses(text: str, found: list[tuple[str, int]]) -> None:
     assert addresses.parse(text) == found
     assert addresses.parse(",".join(addresses.show(*a) for a in found)) == found
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "h:0", "h:65536", "h:²"])
-def test_bad_addresses(text: str) -> None:
+def test_bad_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected host:port"):
         addresses.parse(text)
 
 
-def test_interfaces() -> None:
+def test_addresses_of_interfaces() -> None:
     found = addresses.of_interfaces()
     assert "127.0.0.1" in found
     assert addresses.of_interfaces("lo")[0].startswith("127.")
@@ -42,7 +42,7 @@ def test_interfaces() -> None:
 NOWHERE = "203.0.113.9"  # reserved for documentation (RFC 5737): no interface has it
 
 
-def test_of_several_addresses_one_may_be_gone() -> None:
+def test_listening_skips_missing_addresses() -> None:
     for hosts in ([NOWHERE, "127.0.0.1"], ["127.0.0.1", NOWHERE]):
         (sock,) = addresses.listen_on(hosts)
         with sock:
@@ -52,7 +52,7 @@ def test_of_several_addresses_one_may_be_gone() -> None:
             addresses.listen_on(hosts)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_listening_waits_for_a_taken_port() -> None:
     with addresses.listen("127.0.0.1") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}: Address already"):

@@ -1,6 +1,7 @@
-"""CI runs a failed test once more, alone, and lists it if the test passes then.
+"""Tests of support/again.py, which reruns failed tests, and of support/skips.py.
 
-And the list of skipped tests by reason, with which a run ends.
+A failed test that passes when it is rerun alone is reported as flaky. A run ends with a
+list of the skipped tests by reason.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BROKEN = "\ndef test_needs_what_is_broken(broken):\n    pass\n"
 
 
 def run(folder: Path, source: str, *program: str) -> tuple[int, list[str]]:
-    """Runs pytest, or a program with its options, on a file. Returns code and lines."""
+    """Runs `program` on a test file. Returns the exit code and the output lines."""
     (folder / "test_it.py").write_text(source)
     done = subprocess.run(
         [sys.executable, *program, "-c", "/dev/null", "--rootdir", "."],
@@ -55,7 +56,7 @@ def run(folder: Path, source: str, *program: str) -> tuple[int, list[str]]:
 AGAIN = str(ROOT / "tests" / "support" / "again.py")
 
 
-def test_what_passes_alone_is_flaky_and_fails_no_run(tmp_path: Path) -> None:
+def test_a_flaky_test_does_not_fail_the_run(tmp_path: Path) -> None:
     code, lines = run(tmp_path, TESTS, AGAIN)
     assert code == 0
     flaky = [line for line in lines if line.startswith("FLAKY")]
@@ -67,7 +68,7 @@ def test_what_passes_alone_is_flaky_and_fails_no_run(tmp_path: Path) -> None:
     assert lines[-1].startswith("====")
 
 
-def test_what_fails_alone_as_well_fails_the_run(tmp_path: Path) -> None:
+def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
     code, lines = run(tmp_path, TESTS + BROKEN, AGAIN, "-k", "not c::d")
     assert code == 1
     assert "FAILED TWICE test_it.py::test_needs_what_is_broken" in lines
@@ -75,7 +76,7 @@ def test_what_fails_alone_as_well_fails_the_run(tmp_path: Path) -> None:
     assert " 1 failed, 1 flaky, 1 passed, 1 skipped, " in lines[-1]
 
 
-def test_many_failures_are_no_chance(tmp_path: Path) -> None:
+def test_many_failures_are_not_retried(tmp_path: Path) -> None:
     source = "import pytest\n@pytest.mark.parametrize('n', range(11))\n"
     code, lines = run(tmp_path, source + "def test_it(n): assert not n + 1\n", AGAIN)
     assert code == 1
@@ -109,7 +110,7 @@ def test_expected():
     ]
 
 
-def test_the_choice_of_ci_names_tests_that_exist() -> None:
+def test_the_tests_that_ci_chooses_exist() -> None:
     choice = "source <(sed -n '/^CHOSEN=(/,/^)/p' .ci/run); printf '%s\n' ${CHOSEN[@]}"
     names = subprocess.check_output(["bash", "-c", choice], cwd=ROOT, text=True)
     assert len(names.split()) > 10

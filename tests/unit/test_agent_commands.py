@@ -1,6 +1,6 @@
-"""Tests of agents that an engine starts: srun in a Slurm allocation, or a template.
+"""Tests of agents that an engine starts: srun in Slurm, or a command template.
 
-The engine is a shell script here; the real Slurm is in tests/engines.
+These tests replace the engine by a shell script. tests/engines uses the real Slurm.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.ringrun import Done, ringrun, sh
 
-# A stand-in for srun and kubectl exec: its words are options, then the command. Like
-# these programs, it sets variables of its own.
+# A fake of srun and kubectl exec. Its arguments are options and then a command. Like
+# those programs, it sets some environment variables for the command.
 ENGINE = """#!/bin/sh
 echo "$@" >> "$ENGINE_LOG"
 for word; do
@@ -32,7 +32,7 @@ SHOW = sh('echo "$RINGJAX_HOSTNAME $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES $WHOSE
 
 @pytest.fixture
 def engine(tmp_path: Path) -> dict[str, str]:
-    """An environment whose `srun` and `engine` are the stand-in."""
+    """Returns an environment in which `srun` and `engine` are the fake engine."""
     for name in ("srun", "engine"):
         (tmp_path / name).write_text(ENGINE)
         (tmp_path / name).chmod(0o755)
@@ -57,7 +57,7 @@ def _lines(done: Done) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if "<stdout>" in line)
 
 
-def test_an_allocation_needs_no_options(engine: dict[str, str]) -> None:
+def test_a_slurm_allocation_needs_no_options(engine: dict[str, str]) -> None:
     done = ringrun(*SHOW, **engine, **_allocation("n[1-2]", "1,2"))
     assert done.returncode == 0, done.stderr
     assert _lines(done) == [
@@ -70,14 +70,14 @@ def test_an_allocation_needs_no_options(engine: dict[str, str]) -> None:
     assert all("--overlap" in call and "--nodes=1" in call for call in calls)
 
 
-def test_what_is_handed_on_holds_whatever_the_engine_says(
+def test_a_passed_variable_overrides_the_engines(
     engine: dict[str, str],
 ) -> None:
     done = ringrun("-x", "WHOSE=mine", *SHOW, **engine, **_allocation("n1", "1"))
     assert _lines(done) == ["[0]<stdout>:n1 n1 GPU-n1 mine"], done.stderr
 
 
-def test_a_template(engine: dict[str, str]) -> None:
+def test_agent_command_template(engine: dict[str, str]) -> None:
     words = ["--agent-command", "engine exec {host}", "-H", "localhost:1,pod-1:1"]
     done = ringrun(*words, *SHOW, **engine)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_a_template(engine: dict[str, str]) -> None:
     ]
 
 
-def test_the_secret_is_ringruns(engine: dict[str, str]) -> None:
+def test_ranks_get_ringruns_secret(engine: dict[str, str]) -> None:
     script = sh('[ -n "$RINGJAX_SECRET" ] && [ "$RINGJAX_SECRET" != theirs ]')
     done = ringrun(*script, **engine, **_allocation("n1", "1"))
     assert done.returncode == 0, done.stderr
@@ -109,14 +109,14 @@ def test_a_host_outside_of_the_allocation_is_reached_by_ssh(
     assert "rank 0: lost its host, ssh ended (255)" in done.stderr
 
 
-def test_a_template_without_a_place_for_the_host() -> None:
+def test_a_template_must_contain_the_host() -> None:
     done = ringrun("--agent-command", "rsh", "-np", "1", "true")
     assert done.returncode == 2
     assert "--agent-command 'rsh': expected a command with {host} in it" in done.stderr
 
 
 def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
-    """The stand-in replaces the programs. The host is a separate word."""
+    """The fake engine replaces blaunch and qrsh, which take the host as an argument."""
     stand_in = ENGINE.replace("-*) shift;;", "-*) shift;;\n    n1|n2) NODE=$1; shift;;")
     for name in ("blaunch", "qrsh"):
         (tmp_path / name).write_text(stand_in)
@@ -131,13 +131,13 @@ def test_lsf_and_grid_engine(engine: dict[str, str], tmp_path: Path) -> None:
             "[0]<stdout>:n1 n1 GPU-n1 engine",
             "[1]<stdout>:n2 n2 GPU-n2 engine",
         ], done.stderr
-        # Both agents are started at once, so either may have written the last line.
+        # Both agents start at the same time, so either may have written the last line.
         called = Path(engine["ENGINE_LOG"]).read_text().splitlines()[-2:]
         assert any(command in line for line in called), called
 
 
-def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
-    """The agent forwards SIGTERM, so its ranks may handle the signal themselves."""
+def test_an_agent_forwards_sigterm_to_its_ranks(engine: dict[str, str]) -> None:
+    """Engines stop a host with SIGTERM. Ranks may handle the forwarded signal."""
     wanted = sh(
         '[ "$RINGJAX_RANK" = 0 ] && sleep 0.5 && exit 0\n'
         "trap 'sleep 0.2; echo ended well; exit 0' TERM\n"
@@ -157,7 +157,7 @@ def test_a_host_that_the_engine_wants_back(engine: dict[str, str]) -> None:
         ("COMPLETING", 0, "ringrun: every rank has left, as it was asked to"),
     ],
 )
-def test_slurm_queues_a_job_again_that_has_left(
+def test_slurm_requeues_a_job_whose_ranks_have_left(
     tmp_path: Path, state: str, code: int, said: str
 ) -> None:
     (tmp_path / "scontrol").write_text(

@@ -1,7 +1,8 @@
-"""Which results share memory with their operands, and the copies that XLA then makes.
+"""Tests which results alias their operands, and how many copies XLA adds.
 
-One process, a job of one, and the text of programs. A result aliases its operand unless
-that is an argument which the caller keeps: XLA would have to copy it first.
+The tests read the text of lowered and compiled programs in a job of one rank. A result
+aliases its operand unless the operand is an argument that was not donated, because XLA
+would have to copy such an argument first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _job_of_one() -> Iterator[None]:
 
 
 def aliases(f: Any, *args: Any, donate: Any = ()) -> list[list[int]]:
-    """The operands that the results of each native call of `f` alias."""
+    """Returns the aliased operands of each native call of `f`."""
     text = jax.jit(f, donate_argnums=donate).lower(*args).as_text()
     pairs = [ALIAS.findall(call.rest) for call in found_in(text)]
     assert all(int(result or 0) == int(operand) for p in pairs for result, operand in p)
@@ -70,7 +71,7 @@ def test_kept_arguments_are_not_aliased() -> None:
     assert aliases(reduce_chained, PAIR, SEQ) == [[]]
 
 
-def test_each_operand_by_itself() -> None:
+def test_each_operand_is_aliased_separately() -> None:
     def step(kept: Any, given: Any, seq: Any) -> Any:
         return chained([kept, given, kept * 2], seq)
 
@@ -87,18 +88,18 @@ def test_temporaries_are_aliased() -> None:
     assert aliases(lambda x: reduce(reduce(x)), PAIR) == [[], [0, 1]]
 
 
-def test_a_result_of_other_shape_is_a_new_one() -> None:
+def test_a_result_of_another_shape_is_not_aliased() -> None:
     assert aliases(ringjax.allgather, PAIR) == [[]]
     assert aliases(ringjax.allgather, PAIR, donate=0) == [[]]
 
 
-def test_a_donation_that_nothing_can_use() -> None:
+def test_unusable_donations_are_not_aliased() -> None:
     with pytest.warns(UserWarning, match="donated buffers were not usable"):
         assert aliases(lambda x: reduce(x)[:2], PAIR[0], donate=0) == [[]]
 
 
-def test_the_last_result_is_the_memory_of_the_next() -> None:
-    """docs/train/tuning.md promises that large results need no new memory, no copy."""
+def test_a_temporary_is_reused_by_the_next_call() -> None:
+    """docs/train/tuning.md promises that large results need no memory and no copies."""
     step = jax.jit(lambda x, memory: reduce(x), donate_argnums=1, keep_unused=True)
     x, result = jnp.full(1000, 3.0), jnp.zeros(1000)
     text = step.lower(x, result).compile().as_text() or ""
@@ -110,7 +111,7 @@ def test_the_last_result_is_the_memory_of_the_next() -> None:
         np.testing.assert_array_equal(result, x)
 
 
-def test_a_reshaped_argument_is_the_same_memory() -> None:
+def test_reshaped_arguments_count_as_arguments() -> None:
     matrix = np.ones((2, 3), np.float32)
     assert aliases(lambda x: reduce(x.reshape(-1)), matrix) == [[]]
     assert aliases(lambda x: reduce(x.reshape(3, 2).T), matrix) == [[0]]
@@ -119,7 +120,7 @@ def test_a_reshaped_argument_is_the_same_memory() -> None:
     assert ALIAS.findall(call.rest)
 
 
-def test_of_inner_functions_nothing_is_known() -> None:
+def test_arguments_of_inner_functions_are_aliased() -> None:
     assert aliases(lambda x: jax.jit(reduce)(x), PAIR) == [[0, 1]]
 
     def body(carry: Any, _: Any) -> Any:
@@ -128,22 +129,22 @@ def test_of_inner_functions_nothing_is_known() -> None:
     assert aliases(lambda x: jax.lax.scan(body, x, None, length=2)[0], PAIR) == [[0, 1]]
 
 
-def test_mapped_programs() -> None:
+def test_vmap_and_shard_map() -> None:
     rows = np.ones((4, 3), np.float32)
     assert aliases(jax.vmap(reduce), rows) == [[]]
     assert aliases(jax.vmap(reduce), rows, donate=0) == [[0]]
     seqs = np.zeros((4, 1), np.uint32)
     ensemble = jax.vmap(lambda x, s: chained([x], s))
-    assert aliases(ensemble, rows, seqs) == [[1]]  # each seq is a slice of one array
+    assert aliases(ensemble, rows, seqs) == [[1]]  # slices of seqs are temporaries
     mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("i")
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec)
     assert aliases(mapped, rows) == [[0]]
 
 
-def test_of_start_and_done_only_the_first_reads_arguments() -> None:
-    # The calls are START of leaf 1, START of leaf 0, and their DONEs. After the first
-    # call, seq is a temporary.
+def test_start_and_done_alias_all_but_arguments() -> None:
+    # The calls are START of leaf 1, START of leaf 0, and the two DONEs. After the first
+    # call, `seq` is a temporary value, which every later call may alias.
     found = aliases(reduce_overlapped, PAIR, SEQ)
     assert found == [[], [1], [0, 1], [0, 1]]
     found = aliases(reduce_overlapped, PAIR, SEQ, donate=(0, 1))
@@ -155,18 +156,20 @@ def test_of_start_and_done_only_the_first_reads_arguments() -> None:
 
 @pytest.mark.parametrize("f", [reduce_chained, reduce_overlapped])
 @pytest.mark.parametrize("donate", [(), (0,), (1,), (0, 1)])
-def test_no_argument_is_copied(f: Any, donate: tuple[int, ...]) -> None:
+def test_xla_copies_no_argument(f: Any, donate: tuple[int, ...]) -> None:
     assert copies(f, PAIR, SEQ, donate=donate) == 0
 
 
-def test_no_copies_of_stand_alone_calls() -> None:
+def test_xla_copies_nothing_for_single_calls() -> None:
     assert copies(reduce, PAIR) == 0
     assert copies(reduce, PAIR, donate=0) == 0
 
 
 @pytest.mark.parametrize("cuts", [None, ((1,), (0,))])
 @pytest.mark.parametrize("donate", [(), (0, 1)])
-def test_no_copies_in_a_training_step(cuts: Any, donate: tuple[int, ...]) -> None:
+def test_xla_copies_nothing_in_a_training_step(
+    cuts: Any, donate: tuple[int, ...]
+) -> None:
     def step(params: Any, seq: Any) -> Any:
         grads = jax.grad(lambda p: jnp.sum(jnp.tanh(p[0] @ p[1]) ** 2))(params)
         grads, seq = chained(grads, seq, cuts)
@@ -177,7 +180,7 @@ def test_no_copies_in_a_training_step(cuts: Any, donate: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("f", [reduce_chained, reduce_overlapped])
-def test_the_caller_keeps_what_it_did_not_donate(f: Any) -> None:
+def test_undonated_arguments_keep_their_values(f: Any) -> None:
     given = [jnp.arange(5.0), jnp.arange(6.0)]
     seq = jnp.zeros(1, jnp.uint32)
     for donate in ((), (1,)):

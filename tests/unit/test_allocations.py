@@ -1,4 +1,4 @@
-"""Allocations of batch systems, read from their variables."""
+"""Tests of reading a batch system's allocation from environment variables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def hosts(**environ: str) -> list[HostSlots]:
         ("lonely", "4", [HostSlots("lonely", 4)]),
     ],
 )
-def test_slurm(nodelist: str, tasks: str, expected: list[HostSlots]) -> None:
+def test_slurm_allocations(
+    nodelist: str, tasks: str, expected: list[HostSlots]
+) -> None:
     nodes = {"SLURM_JOB_NODELIST": nodelist, "SLURM_TASKS_PER_NODE": tasks}
     assert hosts(SLURM_JOB_ID="7", **nodes) == expected
 
@@ -44,7 +46,7 @@ def test_slurm(nodelist: str, tasks: str, expected: list[HostSlots]) -> None:
 @pytest.mark.parametrize(
     "environ", [{}, {"SLURM_JOB_NODELIST": "n1"}, {"LSB_JOBID": "7"}, {"JOB_ID": "7"}]
 )
-def test_no_allocation(environ: dict[str, str]) -> None:
+def test_no_allocation_is_found(environ: dict[str, str]) -> None:
     assert allocations.find(environ) is None
 
 
@@ -57,7 +59,7 @@ def test_slurm_with_gpus_and_no_number_of_tasks() -> None:
     ]
 
 
-def test_a_step_of_slurm_gets_all_gpus_of_the_node() -> None:
+def test_a_slurm_step_requests_all_gpus_of_a_node() -> None:
     environ = {**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_GPUS_PER_TASK": "1"}
     found = allocations.find(environ)
     assert found is not None
@@ -65,7 +67,7 @@ def test_a_step_of_slurm_gets_all_gpus_of_the_node() -> None:
     assert "SLURM_GPUS_PER_TASK" in found.unset
 
 
-def test_gpus_that_are_spread_unevenly() -> None:
+def test_gpus_spread_unevenly() -> None:
     environ = {**SLURM, "SLURM_GPUS": "3", "SLURM_GPUS_ON_NODE": "2"}
     with pytest.raises(ValueError, match="3 GPUs .* ask for --gpus-per-node"):
         allocations.find(environ)
@@ -80,7 +82,7 @@ def test_one_host_may_have_more_ranks_than_slots() -> None:
     assert len(requested_slots(3, None, None, environ)) == 3
 
 
-def test_lsf(tmp_path: Path) -> None:
+def test_lsf_allocations(tmp_path: Path) -> None:
     assert hosts(LSB_JOBID="7", LSB_MCPU_HOSTS="a 2 b 4") == [
         HostSlots("a", 2),
         HostSlots("b", 4),
@@ -95,7 +97,7 @@ def test_lsf(tmp_path: Path) -> None:
     assert hosts(**environ) == [HostSlots("b", 2), HostSlots("a", 1)]
 
 
-def test_grid_engine(tmp_path: Path) -> None:
+def test_grid_engine_allocations(tmp_path: Path) -> None:
     file = tmp_path / "pe_hostfile"
     file.write_text("n1 2 all.q@n1 UNDEFINED\nn2 4 all.q@n2 <NULL>\n")
     environ = {"JOB_ID": "7", "PE_HOSTFILE": str(file)}
@@ -113,7 +115,7 @@ def test_grid_engine(tmp_path: Path) -> None:
         ({"JOB_ID": "7", "PE_HOSTFILE": "/no/file"}, "PE_HOSTFILE /no/file: .*No such"),
     ],
 )
-def test_what_cannot_be_read_is_named(environ: dict[str, str], message: str) -> None:
+def test_an_unreadable_variable_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         allocations.find(environ)
     assert allocations.find_readable(environ) is None  # the user may name other hosts

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks that need no ranks: sizes, factors, answers, statistics."""
+"""Tests of the benchmark's options, expected values, and statistics, without ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_sizes_are_read_in_powers_of_1024(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "K", "-4K", "4T", "1.5M", "4 KiB extra"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_bad_sizes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
         bench.parse_size(text)
 
 
-def test_sizes_grow_by_the_factor_and_stay_within_the_end() -> None:
+def test_sizes_grow_by_the_factor_up_to_the_end() -> None:
     assert bench.size_steps(4096, 100_000, 4) == [4096, 16384, 65536]
     assert bench.size_steps(8, 8, 2) == [8]
     assert bench.size_steps(9, 8, 2) == []
@@ -46,7 +46,7 @@ def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("collective", bench.COLLECTIVES)
-def test_one_rank_uses_no_bus(collective: str) -> None:
+def test_one_rank_has_no_bus_bandwidth(collective: str) -> None:
     assert bench.bus_factor(collective, 1) == 0
 
 
@@ -73,7 +73,7 @@ def test_average_of_integers_truncates_and_bytes_wrap() -> None:
     assert bench.expected("allreduce", "Product", 0, 18, 18, u8)[0] == 2**9 % 256
 
 
-def test_a_wrong_result_is_found_and_named() -> None:
+def test_a_wrong_result_is_reported() -> None:
     want = np.arange(4, dtype=np.float32)
     bench.check(want * (1 + 1e-7), want, "it")
     with pytest.raises(ArithmeticError, match=r"it: element 2 is 5\.0, expected 2\.0"):
@@ -125,16 +125,16 @@ def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert bench.digits(value) == text
 
 
-def test_a_noisy_row_and_one_that_is_out_of_order_are_marked() -> None:
+def test_noisy_and_out_of_order_rows_are_marked() -> None:
     assert bench.spread([1.0, 1.0, 1.0, 1.0, 9.0]) == 0
     assert bench.spread([1.0, 2.0, 3.0]) == pytest.approx(0.5)
     small, large = row(1 << 18, 1065.0), row(1 << 20, 752.8, spread=0.3)
     assert bench.mark(small) == ""
     assert bench.mark(large, [small]) == "*^"
-    assert bench.mark(row(1 << 20, 1060.0), [small]) == ""  # no more than chance
+    assert bench.mark(row(1 << 20, 1060.0), [small]) == ""  # within the noise
 
 
-def test_the_end_has_an_average_and_explains_its_marks() -> None:
+def test_the_last_lines_explain_marks_and_give_an_average() -> None:
     *notes, bounds, average = bench.ending([row(8, 2.0), row(16, 1.0, busbw=2.0)])
     assert [note[:3] for note in notes] == ["# ^"]
     assert bounds == "# Out of bounds values : 0 OK"
@@ -144,7 +144,7 @@ def test_the_end_has_an_average_and_explains_its_marks() -> None:
     assert bench.line(barrier).split() == ["-", "-", "f32", "2.00", *"------"]
 
 
-def test_nothing_need_be_said() -> None:
+def test_default_options() -> None:
     options = bench.parse([])
     assert (options.collective, options.begin, options.end) == (
         *("allreduce", 4 << 10),

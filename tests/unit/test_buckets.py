@@ -1,6 +1,8 @@
-"""The plan of buckets: every leaf once, one dtype, bounded, in order of readiness.
+"""Tests of the plan of gradient buckets and of the order of their calls.
 
-And the plan of calls: which buckets are on their way at once.
+Each leaf is in one bucket. A bucket has one dtype and a bounded size. Buckets follow
+the order in which gradients become ready. The plan of calls bounds how many buckets
+are in flight at the same time.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def test_a_bucket_has_one_dtype_and_is_bounded(problem) -> None:
 
 
 @given(problems())
-def test_leaves_and_buckets_are_in_the_order_of_readiness(problem) -> None:
+def test_buckets_follow_the_order_of_readiness(problem) -> None:
     avals, limit, order = problem
     if order is None:
         order = list(range(len(avals)))[::-1]
@@ -65,7 +67,7 @@ def test_leaves_and_buckets_are_in_the_order_of_readiness(problem) -> None:
 
 
 @given(problems())
-def test_two_neighbouring_buckets_of_one_dtype_do_not_fit_into_one(problem) -> None:
+def test_no_two_neighboring_buckets_of_a_dtype_fit_into_one(problem) -> None:
     avals, limit, order = problem
     last: dict[str, list[int]] = {}
     for cut in buckets.plan(avals, limit, order):
@@ -76,7 +78,7 @@ def test_two_neighbouring_buckets_of_one_dtype_do_not_fit_into_one(problem) -> N
         last[dtype] = list(cut)
 
 
-def test_nothing_to_send_is_no_bucket() -> None:
+def test_empty_leaves_make_no_bucket() -> None:
     assert buckets.plan([], 1) == ()
 
 
@@ -85,12 +87,12 @@ def test_alternating_dtypes_share_two_buckets() -> None:
     assert buckets.plan(avals, 1000) == ((5, 3, 1), (4, 2, 0))
 
 
-def test_a_leaf_above_the_bound_travels_alone() -> None:
+def test_a_leaf_above_the_bound_has_its_own_bucket() -> None:
     avals = [((10,), "int8"), ((1000,), "int8"), ((10,), "int8")]
     assert buckets.plan(avals, 100) == ((2,), (1,), (0,))
 
 
-def test_extended_dtypes_count_their_bytes() -> None:
+def test_bytes_of_extended_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     avals = [((4,), ml_dtypes.bfloat16)] * 4
     assert buckets.plan(avals, 16) == ((3, 2), (1, 0))
@@ -113,7 +115,7 @@ def test_a_bad_argument_is_named(limit, order, text) -> None:
 
 
 @given(problems(), st.integers(0, 1 << 21))
-def test_refined_buckets_are_pieces_in_the_same_order(problem, most) -> None:
+def test_refining_splits_buckets_and_keeps_their_order(problem, most) -> None:
     avals, limit, order = problem
     sizes = [size(a) << 12 for a in avals]
     cuts = buckets.plan(avals, limit, order)
@@ -130,7 +132,7 @@ def test_refined_buckets_are_pieces_in_the_same_order(problem, most) -> None:
         left -= filled
 
 
-def test_what_comes_last_is_small() -> None:
+def test_the_last_pieces_are_small() -> None:
     sizes = [1 << 20] * 64
     pieces = buckets.refine((tuple(range(64)),), sizes, 8 << 20)
     counts = [len(p) for p in pieces]
@@ -142,7 +144,7 @@ NEEDS = st.lists(st.integers(0, 100), max_size=30)
 
 
 @given(NEEDS, st.integers(0, 300))
-def test_a_window_never_holds_more_than_its_memory(needs, memory) -> None:
+def test_a_window_stays_within_its_memory(needs, memory) -> None:
     calls, most = buckets.window(needs, memory)
     assert sorted(b for kind, b in calls if kind != "done") == list(range(len(needs)))
     held, peak, pending = 0, 0, []
@@ -156,7 +158,7 @@ def test_a_window_never_holds_more_than_its_memory(needs, memory) -> None:
         else:
             assert pending.pop(0) == bucket
             starts = [b for kind, b in calls[place:] if kind == "start"]
-            # DONE comes only if memory is short.
+            # A DONE precedes a START only if memory does not suffice for both.
             assert not starts or held + needs[starts[0]] > memory
             held -= needs[bucket]
     assert not pending
@@ -164,19 +166,19 @@ def test_a_window_never_holds_more_than_its_memory(needs, memory) -> None:
 
 
 @given(NEEDS)
-def test_without_a_limit_all_starts_come_first(needs) -> None:
+def test_without_a_limit_every_start_precedes_every_done(needs) -> None:
     calls, most = buckets.window(needs, math.inf)
     every = range(len(needs))
     assert calls == [*(("start", b) for b in every), *(("done", b) for b in every)]
     assert most == sum(needs)
 
 
-def test_memory_is_counted_as_the_native_core_lays_it_out() -> None:
+def test_memory_includes_the_native_cores_padding() -> None:
     assert buckets.packed_bytes([0, 1, 64, 65]) == 0 + 64 + 64 + 128
 
 
 @given(st.integers(0, 3000), st.integers(1, 700))
-def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
+def test_splitting_gives_few_even_pieces_in_order(count: int, most: int) -> None:
     found = buckets.split_evenly(count, most)
     assert [i for piece in found for i in piece] == list(range(count))
     assert len(found) == max(1, -(-count // most))
@@ -185,7 +187,7 @@ def test_pieces_are_even_few_and_in_order(count: int, most: int) -> None:
 
 
 @given(st.integers(1, 1500), st.booleans(), st.booleans())
-def test_calls_are_bounded_but_not_those_of_an_elastic_step(count, overlapped, whole):
+def test_calls_are_bounded_except_in_elastic_steps(count, overlapped, whole):
     cuts, calls, _, _ = buckets.plan_calls(
         *([4] * count, (tuple(range(count)),), 1 << 30),
         elastic_memory=1 << 30 if whole else None,

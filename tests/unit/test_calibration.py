@@ -1,4 +1,4 @@
-"""Tests of the cost model's constants, from given times. tests/ranks measures times."""
+"""Tests of fitting the cost model to given times. tests/ranks measures real times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOSTS = [[0, 1], [0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 1], [0, 1, 0,
 
 
 def times_for(hosts: list[int], cost: dict[str, float]) -> dict[str, float]:
-    """The times that calibration measures on a network with exactly these costs."""
+    """Returns the times that calibration measures on a network with these costs."""
     return {
         algorithm: sum(cost[name] * count for name, count in row.items())
         for algorithm, row in calibration._coefficients(hosts).items()
@@ -23,7 +23,7 @@ def times_for(hosts: list[int], cost: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("latency", [5e-6, 40e-6, 2e-3])
 @pytest.mark.parametrize("share", [0.1, 0.5, 3.0])
-def test_finds_the_constants_of_a_model_network(
+def test_calibration_finds_the_constants_of_a_model_network(
     hosts: list[int], latency: float, share: float
 ) -> None:
     cost = dict.fromkeys(NAMES, 1e-9)
@@ -34,7 +34,7 @@ def test_finds_the_constants_of_a_model_network(
     assert found.keys() >= {"remote_latency", "remote_message"}
     predicted = times_for(hosts, cost | found)
     assert predicted == pytest.approx(times, rel=0.05)
-    if len(hosts) > 2:  # else all algorithms cost the same
+    if len(hosts) > 2:  # with two ranks all algorithms cost the same
         names = ("remote_latency", "remote_message")
         assert [found[n] for n in names] == pytest.approx(
             [cost[n] for n in names], rel=0.1
@@ -42,14 +42,14 @@ def test_finds_the_constants_of_a_model_network(
 
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 0, 0]], ids=str)
-def test_on_one_host_only_local_constants_are_found(hosts: list[int]) -> None:
+def test_one_host_gives_only_local_constants(hosts: list[int]) -> None:
     cost = dict.fromkeys(NAMES, 1e-5)
     found = calibration.fit(times_for(hosts, cost), calibration._coefficients(hosts))
     assert found.keys() == {"local_latency", "local_message"}
     assert all(value > 0 for value in found.values())
 
 
-def test_times_that_fit_no_model_still_give_sound_constants() -> None:
+def test_random_times_give_valid_constants() -> None:
     hosts = HOSTS[2]
     rows = calibration._coefficients(hosts)
     for fast in rows:
@@ -60,7 +60,7 @@ def test_times_that_fit_no_model_still_give_sound_constants() -> None:
         _native.predict("allreduce", 1 << 20, hosts, found)  # the core accepts them
 
 
-def test_the_choice_follows_the_constants() -> None:
+def test_the_algorithm_depends_on_the_constants() -> None:
     def best(size: int, **cost: float) -> str:
         seconds = dict(_native.predict("allreduce", size, HOSTS[2], cost))
         return min(seconds, key=lambda name: seconds[name])
@@ -70,7 +70,7 @@ def test_the_choice_follows_the_constants() -> None:
     assert best(64 << 20, remote_byte=8e-9) == "hierarchical"
 
 
-def test_the_core_refuses_constants_that_are_none() -> None:
+def test_the_core_refuses_bad_constants() -> None:
     [alone] = _native.local_world([0])
     defaults = alone.cost
     assert defaults.keys() == set(NAMES)
@@ -109,6 +109,6 @@ def test_a_network_is_described_by_hosts_and_transport() -> None:
     ]
     assert None not in networks
     assert len({str(network) for network in networks}) == len(networks)
-    # Ports differ at every start.
+    # A network keeps its identity although ports differ at every start.
     later = [member(0, "a", addresses="10.0.0.1:77"), member(1, "b")]
     assert calibration.describe_network(later, [0, 1]) == networks[1]

@@ -1,4 +1,4 @@
-"""The checker of the chaos tests accepts correct traces and finds mistakes."""
+"""Tests that the chaos tests' checker accepts correct traces and finds mistakes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _check(folder: Path, traces: Traces) -> Any:
     return check(folder, [Fault(2.5, "kill", 2)])
 
 
-def test_what_is_right_is_accepted(tmp_path: Path) -> None:
+def test_correct_traces_are_accepted(tmp_path: Path) -> None:
     traces = _traces()
     traces[0].insert(0, {"t": 0, "event": "started"})
     result = _check(tmp_path, traces)
@@ -43,7 +43,7 @@ def test_what_is_right_is_accepted(tmp_path: Path) -> None:
     assert result.pauses == [1.0]
 
 
-def test_half_a_line_is_a_worker_that_was_killed(tmp_path: Path) -> None:
+def test_a_partial_line_means_a_killed_worker(tmp_path: Path) -> None:
     traces = _traces()
     _check(tmp_path, traces)
     with (tmp_path / "2.jsonl").open("a") as file:
@@ -100,7 +100,7 @@ def _back(traces: Traces) -> None:
         (_back, "worker 0"),
     ],
 )
-def test_what_is_wrong_is_found(
+def test_mistakes_in_traces_are_found(
     tmp_path: Path, wrong: Callable[[Traces], None], found: str
 ) -> None:
     traces = _traces()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: restored values, full disks, incomplete checkpoints."""
+"""Tests of checkpoints on disk: restored values, full disks, incomplete files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save(checkpointer: Checkpointer, state) -> None:
     checkpointer.wait()
 
 
-def test_everything_comes_back(checkpointer: Checkpointer) -> None:
+def test_all_values_are_restored(checkpointer: Checkpointer) -> None:
     state = trained(2.5, 7)
     state.sampler.record_batch(0, 4)
     state.commit()
@@ -81,7 +81,7 @@ def test_everything_comes_back(checkpointer: Checkpointer) -> None:
     assert other.step == 7
 
 
-def test_it_opens_without_ringjax(checkpointer: Checkpointer) -> None:
+def test_other_programs_can_read_a_checkpoint(checkpointer: Checkpointer) -> None:
     save(checkpointer, trained(2.5, 7))
     folder = checkpointer.directory / "7"
     with orbax.checkpoint.PyTreeCheckpointer() as files:
@@ -90,7 +90,7 @@ def test_it_opens_without_ringjax(checkpointer: Checkpointer) -> None:
     assert json.loads((folder / "plain.json").read_text())["step"] == 7
 
 
-def test_the_newest_stay_and_numbers_grow(checkpointer: Checkpointer) -> None:
+def test_only_the_newest_checkpoints_are_kept(checkpointer: Checkpointer) -> None:
     assert checkpointer.load(trained(0, 0)) is None
     for step in (3, 3, 1, 20):
         save(checkpointer, State(step=step))
@@ -100,7 +100,7 @@ def test_the_newest_stay_and_numbers_grow(checkpointer: Checkpointer) -> None:
     assert sorted(p.name for p in checkpointer.directory.iterdir()) == ["20", "21"]
 
 
-def test_what_is_half_written_or_broken_is_passed_over(
+def test_incomplete_and_damaged_checkpoints_are_skipped(
     checkpointer: Checkpointer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
@@ -115,7 +115,7 @@ def test_what_is_half_written_or_broken_is_passed_over(
     assert not (checkpointer.directory / ".3.writing").exists()
 
 
-def test_none_that_can_be_read_is_an_error_and_no_new_beginning(
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(
     checkpointer: Checkpointer,
 ) -> None:
     save(checkpointer, State(x=np.zeros((2, 3)), step=1))
@@ -123,7 +123,7 @@ def test_none_that_can_be_read_is_an_error_and_no_new_beginning(
         checkpointer.load(State(x=np.zeros((3, 2)), step=0))
 
 
-def test_attributes_may_come_and_go(checkpointer: Checkpointer) -> None:
+def test_attributes_may_be_added_and_removed(checkpointer: Checkpointer) -> None:
     save(checkpointer, State(x=np.ones(3), old=1, step=1))
     state = State(x=np.zeros(3), new=2, step=0)
     assert checkpointer.load(state) == 1
@@ -131,7 +131,7 @@ def test_attributes_may_come_and_go(checkpointer: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jax", "torch"])
-def test_a_full_disk_keeps_the_one_before(
+def test_a_full_disk_keeps_the_previous_checkpoint(
     kind: str, checkpointer: Checkpointer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def made(value: float, step: int):
@@ -157,7 +157,7 @@ def test_a_full_disk_keeps_the_one_before(
     assert checkpointer.numbers() == [1, 3]
 
 
-def test_no_space_for_a_name(
+def test_a_full_disk_before_the_first_checkpoint(
     checkpointer: Checkpointer,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -172,7 +172,7 @@ def test_no_space_for_a_name(
     assert checkpointer.numbers() == []
 
 
-def test_what_cannot_be_written_is_an_error_at_once(checkpointer: Checkpointer) -> None:
+def test_unsupported_values_raise_at_once(checkpointer: Checkpointer) -> None:
     with pytest.raises(TypeError, match=r"state\.x has a str beside arrays"):
         checkpointer.save(State(x=[np.ones(3), "text"]))
     with pytest.raises(TypeError, match=r"state\.f cannot be written"):
@@ -183,7 +183,7 @@ def test_what_cannot_be_written_is_an_error_at_once(checkpointer: Checkpointer) 
         Checkpointer("x", keep=0)
 
 
-def test_one_at_a_time(
+def test_a_checkpoint_is_skipped_while_another_is_written(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -205,7 +205,9 @@ def test_one_at_a_time(
     assert checkpointer.load(other) == 1 and other.step == 1
 
 
-def test_run_loads_and_writes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_run_loads_and_writes_checkpoints(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = []
 
     def run(steps: int) -> State:
@@ -231,7 +233,7 @@ def test_run_loads_and_writes(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None
     assert Checkpointer(tmp_path).numbers() == [2, 4, 6]
 
 
-def test_seconds_between_checkpoints(tmp_path) -> None:
+def test_checkpoints_by_elapsed_seconds(tmp_path) -> None:
     checkpointer = Checkpointer(tmp_path, seconds=3600)
     state = State(step=0)
     checkpointer.attach(state)
@@ -244,7 +246,7 @@ def test_seconds_between_checkpoints(tmp_path) -> None:
     assert checkpointer.numbers() == [1]
 
 
-def test_torch_on_disk(checkpointer: Checkpointer) -> None:
+def test_checkpoints_of_pytorch_states(checkpointer: Checkpointer) -> None:
     def made(seed: int) -> hvd.elastic.TorchState:
         torch.manual_seed(seed)
         model = torch.nn.Linear(3, 4)

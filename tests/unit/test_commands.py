@@ -1,7 +1,7 @@
-"""Every command of the documentation has options, files and settings that exist.
+"""Tests that documented commands use options, files, and settings that exist.
 
-tests/docs/test_pages.py runs the programs of the pages. Commands that would need
-several hosts, an engine or a day are parsed here by the parsers of their programs.
+tests/docs/test_pages.py runs the programs of the pages. The tests here only parse
+commands, because many need several hosts, an engine, or a day.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHELLS = {"if", "fi", "until", "done"}
 
 
 def need(found: object, text: str) -> None:
-    """Raises if a file, an option or a setting of a command does not exist."""
+    """Raises if `found` is false: a file, an option, or a setting does not exist."""
     if not found:
         raise ValueError(f"there is no {text}")
 
@@ -86,12 +86,12 @@ def check(words: list[str]) -> None:
 
 
 def split(line: str) -> list[str]:
-    """The words of a command. A substitution of another command counts as a word."""
+    """Splits a command into words. A command substitution counts as one word."""
     return shlex.split(re.sub(r"\$\([^)]*\)", "WORD", line), comments=True)
 
 
 def fault(command: str) -> str:
-    """The mistake in a command of a shell or of a container, or ""."""
+    """Returns the mistake in a shell or container command, or ""."""
     with contextlib.redirect_stderr(io.StringIO()) as told:
         try:
             check(json.loads(command) if command[:1] == "[" else split(command))
@@ -125,7 +125,7 @@ def commands_in_blocks(tree: Tree) -> Iterator[str]:
 
 
 def _sentences(tree: Tree) -> Iterator[tuple[str, re.Match[str]]]:
-    """Commands in sentences, which may leave a value open, and their places."""
+    """Yields commands in sentences with their places. They may omit option values."""
     for page in _pages(tree):
         yield from tree.matches(r"`(ringrun|ringjax (?:doctor|top))\s([^`]*)`", page)
 
@@ -163,11 +163,11 @@ CHECKS: list[Check] = [commands_in_blocks, options_in_sentences, commands_of_con
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_command_can_be_meant(check: Check) -> None:
+def test_every_documented_command_is_valid(check: Check) -> None:
     report(check)
 
 
-def test_there_are_commands() -> None:
+def test_the_pages_contain_commands() -> None:
     counts = [len([*find(Tree())]) for find in (_blocks, _sentences, _containers)]
     assert counts[0] > 20 and counts[1] > 20 and counts[2] == 2
 
@@ -193,7 +193,7 @@ make dcos  # !! dcos
 """
 
 
-def test_what_is_broken_is_named(tmp_path: Path) -> None:
+def test_invalid_commands_are_named(tmp_path: Path) -> None:
     files = {
         "README.md": BROKEN,
         "docs/run/hosts.md": """```sh

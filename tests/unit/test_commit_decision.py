@@ -1,4 +1,4 @@
-"""Tests of commit decisions. Most cases are the doctests of commit_decision.py."""
+"""Tests of commit decisions. The doctests of commit_decision.py cover most cases."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from ringjax.membership.commit_decision import (
         ([], None),
     ],
 )
-def test_the_culprit(accusations: list[tuple[int, int]], lost: int | None) -> None:
+def test_the_rank_to_give_up(
+    accusations: list[tuple[int, int]], lost: int | None
+) -> None:
     assert rank_to_give_up(accusations) == lost
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_what_is_finished(restart: bool) -> None:
+def test_committed_and_started_calls(restart: bool) -> None:
     survivors = [
         CommitReport({"0": (5, 6, True), "7": (0, 0, True)}),
         CommitReport({"0": (5, 7, False)}),
@@ -41,7 +43,7 @@ def test_what_is_finished(restart: bool) -> None:
     assert decide(survivors, [], restart) == without
 
 
-def test_a_set_whose_ranks_are_all_lost_stays_known() -> None:
+def test_a_process_set_without_ranks_is_kept() -> None:
     reports = [
         CommitReport(sets={"2": (1,), "10": (0, 1)}, next_set=11),
         CommitReport(),

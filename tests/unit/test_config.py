@@ -1,4 +1,4 @@
-"""The table of settings: names, precedence, and errors of bad values."""
+"""Tests of the table of settings: names, precedence, and errors of bad values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringjax.settings.unknown_variables import unknown_variable_warnings
 SECRET = "ab" * 32
 
 
-def test_defaults_are_a_job_without_places() -> None:
+def test_defaults_without_rank_and_size() -> None:
     settings = Config.from_env({})
     assert settings.rank is settings.size is settings.local_rank is None
     assert (settings.start_timeout, settings.stall_warning) == (120.0, 10.0)
@@ -29,7 +29,7 @@ def test_defaults_are_a_job_without_places() -> None:
     assert settings == Config()
 
 
-def test_every_field_has_its_variable_and_a_meaning() -> None:
+def test_every_field_has_a_variable_and_a_description() -> None:
     for field in dataclasses.fields(Config):
         names = config.variables(field)
         assert names[0] == f"RINGJAX_{field.name.upper()}"
@@ -52,16 +52,16 @@ def test_every_field_has_its_variable_and_a_meaning() -> None:
         ("RINGJAX_JOB", "0123456789ABCDEF", "job", "0123456789abcdef"),
     ],
 )
-def test_reads(name: str, text: str, field: str, value: object) -> None:
+def test_values_are_parsed(name: str, text: str, field: str, value: object) -> None:
     assert getattr(Config.from_env({name: text}), field) == value
 
 
-def test_our_name_is_stronger_than_horovods() -> None:
+def test_ringjax_variables_precede_horovod_variables() -> None:
     both = {"RINGJAX_START_TIMEOUT": "5", "HOROVOD_START_TIMEOUT": "9"}
     assert Config.from_env(both).start_timeout == 5.0
 
 
-def test_an_empty_variable_is_an_unset_one() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     both = {"RINGJAX_START_TIMEOUT": " ", "HOROVOD_START_TIMEOUT": "9"}
     assert Config.from_env(both).start_timeout == 9.0
 
@@ -80,7 +80,7 @@ def test_an_empty_variable_is_an_unset_one() -> None:
         ("HOROVOD_LOG_LEVEL", "loud", "expected one of trace, debug"),
     ],
 )
-def test_a_bad_value_names_variable_value_and_what_is_expected(
+def test_an_error_names_the_variable_and_its_valid_values(
     name: str, text: str, expected: str
 ) -> None:
     with pytest.raises(ValueError) as error:
@@ -162,7 +162,7 @@ def test_a_secret_file_of_another_user(tmp_path: Path) -> None:
         settings.secret_bytes()
 
 
-def test_the_printed_table() -> None:
+def test_the_table_of_settings() -> None:
     environ = {**os.environ, "RINGJAX_TCP_STREAMS": "4", "RINGJAX_SECRET": SECRET}
     done = subprocess.run(
         [sys.executable, "-m", "ringjax.config"],
@@ -178,7 +178,7 @@ def test_the_printed_table() -> None:
     assert SECRET not in done.stdout
 
 
-def test_unknown_variables_have_a_warning() -> None:
+def test_unknown_variables_cause_a_warning() -> None:
     given = {
         "RINGJAX_LOGLEVEL": "info",
         "RINGJAX_QWXYZ": "1",

@@ -1,7 +1,7 @@
-"""The host waits for the agreement of the ranks before it reads a result outside jit.
+"""Tests that the host checks for mismatches before it reads a result outside jit.
 
-On a CUDA device a call returns before the ranks are known to have made the same one. On
-a CPU there is nothing to wait for, so a test puts the failure there itself.
+On a CUDA device, a call returns before the ranks have compared their calls. On a CPU
+there is nothing to wait for, so these tests inject the failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEXT = "RINGJAX[world (device), epoch 0]: allgather 'rows': ranks disagree"
 
 
 class Status(Exception):
-    """Stands for the exception of the native core, with its code and rank."""
+    """A fake of the native core's exception, with a code and a rank."""
 
     code, rank = "MISMATCH", -1
 
@@ -49,7 +49,7 @@ def disagreed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
     ids=["barrier", "read", "broadcast_object", "allgather_object", "parameters"],
 )
-def test_a_disagreement_is_raised_before_the_result_is_used(
+def test_a_mismatch_is_raised_before_the_result_is_used(
     call: Callable[[], object],
 ) -> None:
     with (
@@ -60,6 +60,6 @@ def test_a_disagreement_is_raised_before_the_result_is_used(
 
 
 @pytest.mark.usefixtures("disagreed")
-def test_its_class_is_that_of_a_program() -> None:
+def test_the_exception_is_jaxs_runtime_error() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="MISMATCH: RINGJAX"):
         ringjax.barrier()

@@ -1,4 +1,4 @@
-"""The console of ringrun: whole lines of a rank's output, and its last error line."""
+"""Tests of ringrun's console: whole lines of a rank's output, and its last error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def feed(pieces: list[bytes], stream: str = "stdout") -> Console:
 
 
 @given(PIECES)
-def test_every_line_has_a_prefix_however_it_is_cut(pieces: list[bytes]) -> None:
+def test_every_line_has_one_prefix_regardless_of_chunks(pieces: list[bytes]) -> None:
     stream, before = io.StringIO(), sys.stdout
     sys.stdout = stream
     try:
@@ -36,13 +36,13 @@ def test_every_line_has_a_prefix_however_it_is_cut(pieces: list[bytes]) -> None:
     assert stream.getvalue() == wanted
 
 
-def test_a_line_of_twenty_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Searching the whole unfinished line with every piece took 23 s for 64 KiB."""
+def test_a_long_line_takes_linear_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """A console that searched the whole line for each 64 KiB chunk needed 23 s."""
     feed([b"x" * 50_000] * 400 + [b"\n"])
     assert capsys.readouterr().out == "[1]<stdout>:" + "x" * 20_000_000 + "\n"
 
 
-def test_a_character_that_the_stream_cannot_show(
+def test_unencodable_characters_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bytes_ = io.BytesIO()
@@ -65,12 +65,12 @@ NOTES = [
 
 @pytest.mark.parametrize("note", NOTES)
 @pytest.mark.parametrize("apart", [False, True])
-def test_last_words_are_the_error_and_no_note(note: bytes, apart: bool) -> None:
+def test_the_last_error_line_excludes_notes(note: bytes, apart: bool) -> None:
     console = feed([ERROR, note] if apart else [ERROR + note], "stderr")
     assert console.last_error(1) == "ValueError: boom"
 
 
-def test_last_words_of_a_program_that_indents() -> None:
+def test_the_last_error_line_may_be_indented() -> None:
     assert feed([b"   out of memory\n"], "stderr").last_error(1) == "out of memory"
     assert feed([NOTES[1]], "stderr").last_error(1) == ""
     crash = b"Fatal Python error: Aborted\n\nThread 0x1:\n  File x\n"

@@ -1,8 +1,9 @@
-"""Coordinator and client over sockets. test_membership.py tests the rules.
+"""Tests of the coordinator and its clients over sockets.
 
-What happens alike where losses are repaired and where the first one ends the job is
-tried with both; the rest of the latter is in test_job_that_stops.py. Workers are
-threads here: they differ from processes only by how they end.
+test_membership.py tests the rules without sockets. Tests marked `both` run with jobs
+that repair losses and with jobs that stop at the first loss; test_job_that_stops.py has
+the other tests of the latter. Workers are threads here, which differ from processes
+only in how they end.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from ringjax.membership.directives import (
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 
-_heard: weakref.WeakKeyDictionary[CoordinatorClient, list[Any]] = (
+_unread: weakref.WeakKeyDictionary[CoordinatorClient, list[Any]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def hear(worker: CoordinatorClient, kind: type) -> Any:
-    """The next directive of that kind. Skips directives of other kinds."""
-    orders = _heard.setdefault(worker, [])
+def next_directive(worker: CoordinatorClient, kind: type) -> Any:
+    """Waits for the next directive of this kind. Skips directives of other kinds."""
+    directives = _unread.setdefault(worker, [])
     while True:
-        while orders:
-            order = orders.pop(0)
-            if isinstance(order, kind):
-                return order
+        while directives:
+            directive = directives.pop(0)
+            if isinstance(directive, kind):
+                return directive
         assert select.select([worker], [], [], LONG)[0], f"no {kind.__name__}"
-        orders += worker.poll()
+        directives += worker.poll()
 
 
 both = pytest.mark.parametrize("options", [{}, STOP_ON_LOSS], ids=["repairs", "stops"])
@@ -57,7 +58,7 @@ both = pytest.mark.parametrize("options", [{}, STOP_ON_LOSS], ids=["repairs", "s
 
 @both
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_everybody_learns_about_everybody(
+def test_every_worker_receives_all_members(
     make_job: MakeJob, options: dict[str, Any], size: int
 ) -> None:
     job = make_job(size, **options)
@@ -74,21 +75,21 @@ def test_everybody_learns_about_everybody(
     assert job.wait_for_event("members") == ("members", 0, "start", ranks)
 
 
-def test_a_loss(make_job: MakeJob) -> None:
-    # No timeout may pass.
+def test_a_loss_is_repaired(make_job: MakeJob) -> None:
+    # With these limits the test fails if the repair waits for a timeout.
     job = make_job(3, failure_timeout=3600.0, elastic_timeout=3600.0)
     zero, one, two = job.gather(0, 1, 2)
     one.close()
     for worker in (zero, two):
-        revoke = hear(worker, Revoke)
+        revoke = next_directive(worker, Revoke)
         assert revoke.lost.keys() == {1} == worker.departed_ranks().keys()
         worker.report(0, {0: (5, 6, True), 3: (2, 2, False)}, {1: [0, 2]}, 2)
-    members = hear(two, EpochDirective)
+    members = next_directive(two, EpochDirective)
     assert (members.epoch, members.kind, members.rank) == (1, "repair", 1)
     assert (members.previous, members.new_ranks) == ((0, 2), (0, -1, 1))
     assert members.decisions == {0: (6, True), 3: (2, False)}
     assert (members.sets, members.next_set) == ({1: (0, 1)}, 2)
-    assert hear(zero, EpochDirective).rank == 0
+    assert next_directive(zero, EpochDirective).rank == 0
     assert two.departed_ranks() == {}
     assert job.wait_for_event("fenced")[1] == 1
 
@@ -100,13 +101,13 @@ def test_resize(make_job: MakeJob) -> None:
     assert newcomer.first == Welcome(0, 2, 3, "epoch 0 has 2 members")
     one.request_leave()
     newcomer.ready()
-    update = hear(zero, ResizePending)
+    update = next_directive(zero, ResizePending)
     while update.joining < 1 or update.leaving < 1:
-        update = hear(zero, ResizePending)
+        update = next_directive(zero, ResizePending)
     for worker in (zero, one):
         worker.pause(0, update.number, {4: [0, 1]}, 5)
-    assert isinstance(hear(one, Dismiss), Dismiss)
-    members = hear(newcomer, EpochDirective)
+    assert isinstance(next_directive(one, Dismiss), Dismiss)
+    members = next_directive(newcomer, EpochDirective)
     assert (members.kind, members.previous, members.rank) == ("resize", (0, -1), 1)
     assert (members.sets, members.next_set) == ({4: (0,)}, 5)
     assert (newcomer.rank, newcomer.size, newcomer.epoch) == (1, 2, 1)
@@ -118,22 +119,24 @@ def test_restart_and_suspicion(make_job: MakeJob) -> None:
     workers = job.gather(0, 1, 2)
     workers[1].restart(0, "ValueError")
     for worker in workers:
-        assert hear(worker, Revoke).restart
+        assert next_directive(worker, Revoke).restart
         worker.report(0, {0: (3, 4, True)})
     for worker in workers:
-        members = hear(worker, EpochDirective)
+        members = next_directive(worker, EpochDirective)
         assert (members.kind, members.decisions) == ("restart", {0: (3, False)})
     workers[0].suspect(0, 2, "of the past")
     workers[0].suspect(1, 2, "silent for 5 s")
     for worker in workers[:2]:
-        hear(worker, Revoke)
+        next_directive(worker, Revoke)
         worker.report(1, {})
-    assert hear(workers[2], Fence).text == "silent for 5 s (says rank 0)"
-    assert hear(workers[0], EpochDirective).previous == (0, 1)
+    assert next_directive(workers[2], Fence).text == "silent for 5 s (says rank 0)"
+    assert next_directive(workers[0], EpochDirective).previous == (0, 1)
 
 
 @both
-def test_exchange(make_job: MakeJob, options: dict[str, Any]) -> None:
+def test_exchanges_return_all_values(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
     job = make_job(3, **options)
     workers = job.gather(0, 1, 2)
     for turn in range(3):
@@ -159,7 +162,7 @@ def test_a_loss_ends_an_exchange(make_job: MakeJob) -> None:
         assert e.value.rank == 2
 
 
-def test_a_member_that_finishes(make_job: MakeJob) -> None:
+def test_a_member_that_finishes_ends_exchanges(make_job: MakeJob) -> None:
     job = make_job(2)
     zero, one = job.gather(0, 1)
     vote = job.pool.submit(one.exchange, 1, 30.0, "vote")
@@ -177,7 +180,7 @@ def test_a_member_that_finishes(make_job: MakeJob) -> None:
     assert "fenced" not in {event[0] for event in job.events}
 
 
-def test_too_few(make_job: MakeJob) -> None:
+def test_too_few_workers(make_job: MakeJob) -> None:
     job = make_job(3, 2, start_timeout=0.3)
     with pytest.raises(StartupError, match=r"1 of at least 2 ranks came within 0\.3 s"):
         job.join(0)
@@ -211,7 +214,7 @@ def test_another_job_is_refused(make_job: MakeJob) -> None:
 @pytest.mark.parametrize(
     ("patience", "who"), [(LONG, "worker 4"), (0.0, "rank 4")], ids=["repairs", "stops"]
 )
-def test_nobody_answers(patience: float, who: str) -> None:
+def test_joining_times_out_if_no_server_replies(patience: float, who: str) -> None:
     with addresses.listen("127.0.0.1") as taken:
         where = addresses.show(*taken.getsockname())
     text = f"{who} could not join its job within 0.3 s"
@@ -220,14 +223,16 @@ def test_nobody_answers(patience: float, who: str) -> None:
 
 
 @both
-def test_a_second_address_helps(make_job: MakeJob, options: dict[str, Any]) -> None:
+def test_joining_tries_all_addresses(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
     job = make_job(1, **options)
     with addresses.listen("127.0.0.1") as taken:
         job.addresses = f"127.0.0.1:{taken.getsockname()[1]},{job.addresses}"
     assert job.join(0).members[0].rank == 0
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port_is_an_error() -> None:
     with (
         addresses.listen("127.0.0.1") as taken,
         pytest.raises(StartupError, match=r"cannot listen on 127.0.0.1:\d+: Address"),
@@ -240,7 +245,9 @@ def test_a_coordinator_that_never_started_can_be_closed() -> None:
 
 
 @both
-def test_strangers_do_not_disturb(make_job: MakeJob, options: dict[str, Any]) -> None:
+def test_foreign_connections_have_no_effect(
+    make_job: MakeJob, options: dict[str, Any]
+) -> None:
     job = make_job(2, **options)
     where = addresses.parse(job.addresses)[0]
     with contextlib.ExitStack() as stack:
@@ -263,7 +270,7 @@ def test_strangers_do_not_disturb(make_job: MakeJob, options: dict[str, Any]) ->
         b"altered",
     ],
 )
-def test_nonsense_ends_the_connection_only(
+def test_a_bad_hello_only_ends_its_connection(
     make_job: MakeJob, options: dict[str, Any], message: Any
 ) -> None:
     job = make_job(1, **options)
@@ -278,14 +285,14 @@ def test_nonsense_ends_the_connection_only(
     job.gather(0)
 
 
-def test_a_member_that_sends_nonsense_is_lost(make_job: MakeJob) -> None:
+def test_a_member_that_sends_a_bad_report_is_lost(make_job: MakeJob) -> None:
     job = make_job(2)
     sock, sealer = connect_raw(job, 1)
     with sock:
         sock.sendall(sealer.seal({"type": "hello", "hello": {}, "rejoin": None}))
         zero = job.join(0)
         sock.sendall(sealer.seal({"type": "report", "epoch": 0, "lines": 7}))
-        assert "sent no report" in hear(zero, Revoke).lost[1]
+        assert "sent no report" in next_directive(zero, Revoke).lost[1]
 
 
 def test_a_member_that_does_not_read_is_lost(
@@ -319,10 +326,10 @@ def test_a_second_connection_of_a_member_fences_it(make_job: MakeJob) -> None:
             LONG,
             elastic_timeout=LONG,
         )
-    assert hear(zero, Revoke).lost.keys() == {1}
+    assert next_directive(zero, Revoke).lost.keys() == {1}
 
 
-def test_a_coordinator_that_is_started_anew(make_job: MakeJob) -> None:
+def test_a_restarted_coordinator_continues_the_job(make_job: MakeJob) -> None:
     job = make_job(3, max_np=4)
     workers = job.gather(0, 1, 2)
     newcomer = job.join(9)
@@ -333,21 +340,22 @@ def test_a_coordinator_that_is_started_anew(make_job: MakeJob) -> None:
     newcomer.ready()
     job.coordinator = job.start_coordinator(port=port, resume=True)
     for worker in workers[:2]:
-        hear(worker, Revoke)
+        next_directive(worker, Revoke)
     with pytest.raises(PeerLost, match="vote: epoch 0 is over"):
         vote.result()
     for worker in workers:
         worker.report(0, {0: (1, 1, True)})
     for worker in workers[:2]:
-        members = hear(worker, EpochDirective)  # the accused rank has reported too late
+        # The accused rank has reported too late and is lost.
+        members = next_directive(worker, EpochDirective)
         assert (members.epoch, members.decisions) == (1, {0: (1, True)})
-    assert hear(workers[0], ResizePending).joining == 1
+    assert next_directive(workers[0], ResizePending).joining == 1
     for worker in workers[:2]:
         worker.pause(1, 1)
-    assert hear(newcomer, EpochDirective).previous == (0, 1, -1)
+    assert next_directive(newcomer, EpochDirective).previous == (0, 1, -1)
 
 
-def test_the_launcher_hears_of_a_fault(
+def test_the_launcher_is_notified_of_an_internal_error(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(1)
@@ -357,14 +365,14 @@ def test_the_launcher_hears_of_a_fault(
     assert thread is not None
     thread.join(LONG)
     text = "the coordinator failed: ZeroDivisionError('division by zero')"
-    assert job.wait_for_event("stop") == ("stop", text)  # although the thread has ended
+    assert job.wait_for_event("stop") == ("stop", text)  # sent before the thread ended
     monkeypatch.undo()
     job.coordinator.close()
     job.coordinator = job.start_coordinator(port=addresses.parse(job.addresses)[0][1])
     until(lambda: bool(job.workers))
 
 
-def test_a_listener_that_the_launcher_keeps() -> None:
+def test_the_launcher_may_pass_a_listener() -> None:
     with addresses.listen("127.0.0.1") as listener:
         coordinator = Coordinator(
             SECRET, JOB, np=1, listeners=[listener.dup()], hosts=("nowhere",)
@@ -385,12 +393,12 @@ def test_without_a_coordinator_a_worker_stops(make_job: MakeJob) -> None:
     )
     job.workers[0] = worker
     job.coordinator.close()
-    assert hear(worker, Stop).text == "the coordinator was gone for 0.3 s"
+    assert next_directive(worker, Stop).text == "the coordinator was gone for 0.3 s"
     with pytest.raises(PeerLost, match="vote: the coordinator was gone"):
         worker.exchange(1, 5.0, "vote")
 
 
-def test_closing_wakes_whoever_waits(make_job: MakeJob) -> None:
+def test_closing_a_client_ends_its_waits(make_job: MakeJob) -> None:
     job = make_job(2)
     zero, _ = job.gather(0, 1)
     vote = job.pool.submit(zero.exchange, 1, 2 * LONG, "vote")
@@ -400,5 +408,5 @@ def test_closing_wakes_whoever_waits(make_job: MakeJob) -> None:
     with pytest.raises(PeerLost, match="this worker has left the job"):
         vote.result(LONG)
     assert poll.result(LONG) == []
-    zero.report(0, {})  # a report to no coordinator is no error
+    zero.report(0, {})  # a report without a coordinator raises nothing
     zero.leave()

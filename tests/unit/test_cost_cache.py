@@ -1,4 +1,4 @@
-"""The file of a network's constants, which must be complete, trusted, new and valid."""
+"""Tests of the file with a network's constants, which is checked before its use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def file_of(folder: Path, network: Any = NETWORK) -> Path:
 
 
 def change(folder: Path, **content: Any) -> None:
-    """Writes the file with other content."""
+    """Replaces some entries of the file."""
     path = file_of(folder)
     path.write_text(json.dumps(json.loads(path.read_text()) | content))
 
 
-def test_remembers_one_network_and_no_other(tmp_path: Path) -> None:
+def test_constants_are_stored_per_network(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     assert cost_cache.read(str(folder), NETWORK) is None
     assert cost_cache.write(str(folder), NETWORK, COST)
@@ -42,7 +42,7 @@ def test_remembers_one_network_and_no_other(tmp_path: Path) -> None:
     assert file_of(folder).stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_folder_nothing_is_remembered() -> None:
+def test_without_a_folder_no_constants_are_stored() -> None:
     assert not cost_cache.write("", NETWORK, COST)
     assert cost_cache.read("", NETWORK) is None
 
@@ -55,12 +55,12 @@ def test_without_a_folder_nothing_is_remembered() -> None:
     ],
     ids=range(12),
 )
-def test_damaged_files_are_unknown(tmp_path: Path, text: str) -> None:
+def test_damaged_files_are_ignored(tmp_path: Path, text: str) -> None:
     file_of(tmp_path).write_text(text)
     assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
-def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_ignored(tmp_path: Path) -> None:
     file_of(tmp_path).write_bytes(b"\xff\xfe\x80")
     assert cost_cache.read(str(tmp_path), NETWORK) is None
 
@@ -73,7 +73,7 @@ def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
         {"when": "yesterday"},
         {"when": None},
         {"thing": None},
-        {"thing": "0" * 64},  # the owner of a copied file
+        {"thing": "0" * 64},  # the network of a copied file
         {"value": None},
         {"value": []},
         {"value": {}},
@@ -87,7 +87,7 @@ def test_bytes_that_are_no_text_are_unknown(tmp_path: Path) -> None:
         {"value": COST | {"local_byte": math.inf}},
     ],
 )
-def test_old_foreign_and_impossible_content_is_unknown(
+def test_expired_foreign_and_invalid_content_is_ignored(
     tmp_path: Path, content: dict[str, Any]
 ) -> None:
     cost_cache.write(str(tmp_path), NETWORK, COST)
@@ -97,7 +97,7 @@ def test_old_foreign_and_impossible_content_is_unknown(
     assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
-def test_what_is_no_file_of_ours_is_not_opened_or_waited_for(tmp_path: Path) -> None:
+def test_fifos_folders_and_links_are_not_opened(tmp_path: Path) -> None:
     path = file_of(tmp_path)
     os.mkfifo(path)
     assert cost_cache.read(str(tmp_path), NETWORK) is None
@@ -112,16 +112,16 @@ def test_what_is_no_file_of_ours_is_not_opened_or_waited_for(tmp_path: Path) -> 
     assert cost_cache.read(str(tmp_path), NETWORK) is None
 
 
-def test_a_folder_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         assert not cost_cache.write(str(folder), NETWORK, COST)
         assert cost_cache.read(str(folder), NETWORK) is None
-    # A folder that no user can write, not even root.
+    # Not even root can write to this folder.
     assert not cost_cache.write("/proc/self/ringjax", NETWORK, COST)
 
 
-def test_a_network_may_be_large(tmp_path: Path) -> None:
+def test_large_networks(tmp_path: Path) -> None:
     many = {"names": [f"host{i}" for i in range(10_000)]}
     assert cost_cache.write(str(tmp_path), many, COST)
     assert cost_cache.read(str(tmp_path), many) == COST
@@ -129,7 +129,7 @@ def test_a_network_may_be_large(tmp_path: Path) -> None:
     assert cost_cache.read(str(tmp_path), many) is None
 
 
-def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
+def test_only_expired_files_are_removed(tmp_path: Path) -> None:
     week = time.time() - 8 * 86400
     for name in ("network-old.json", ".network-left", "another", "network-new.json"):
         (tmp_path / name).write_text("")

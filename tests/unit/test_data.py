@@ -1,4 +1,4 @@
-"""Tests of ringjax.data: the elements of each rank, and loaders that read ahead."""
+"""Tests of ringjax.data: shards, samplers, and loaders that read ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stream:
 
 
 class Places:
-    """A map-style dataset like PyTorch's: elements by index, no slices."""
+    """A map-style dataset like PyTorch's, which has elements by index but no slices."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -71,7 +71,7 @@ KINDS = {
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 7])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("uneven", ["keep", "drop", "repeat"])
-def test_who_gets_what(kind: str, count: int, size: int, uneven: Any) -> None:
+def test_elements_of_each_shard(kind: str, count: int, size: int, uneven: Any) -> None:
     shards = [shard(KINDS[kind](count), size, i, uneven=uneven) for i in range(size)]
     found = [[int(one) for one in part] for part in shards]
     rounds, rest = divmod(count, size)
@@ -90,7 +90,7 @@ def test_who_gets_what(kind: str, count: int, size: int, uneven: Any) -> None:
             assert [int(one) for one in shards[i]] == expected  # a second time
 
 
-def test_shards_that_cannot_be() -> None:
+def test_bad_shards_are_refused() -> None:
     with pytest.raises(ValueError, match="num_shards is 0"):
         shard([1], 0, 0)
     with pytest.raises(ValueError, match="index is 2, expected 0 to 1"):
@@ -117,7 +117,7 @@ def test_a_dataset_that_shards_itself() -> None:
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(("count", "size"), [(10, 3), (9, 3), (2, 3), (0, 2), (5, 1)])
-def test_samplers_share_out_an_epoch(count: int, size: int, drop: bool) -> None:
+def test_samplers_cover_an_epoch(count: int, size: int, drop: bool) -> None:
     def epoch(number: int, seed: int = 1) -> list[list[int]]:
         parts = []
         for rank in range(size):
@@ -143,7 +143,7 @@ def test_samplers_share_out_an_epoch(count: int, size: int, drop: bool) -> None:
         assert epoch(1) != parts and epoch(0, seed=2) != parts
 
 
-def test_sampler_in_order_and_bad_ones() -> None:
+def test_unshuffled_and_bad_samplers() -> None:
     assert list(DistributedSampler(5, 2, 1, shuffle=False)) == [1, 3, 0]
     with pytest.raises(ValueError, match="num_replicas is 0"):
         DistributedSampler(5, 0, 0)
@@ -181,14 +181,14 @@ class AsyncLoader(AsyncDataLoaderMixin, Loader):
     pass
 
 
-def test_a_loader_must_say_what_its_batches_are() -> None:
+def test_a_loader_must_define_iterate() -> None:
     with pytest.raises(TypeError, match="abstract"):
         BaseDataLoader()  # type: ignore[abstract]
     assert list(Loader(3)) == [0, 10, 20]
 
 
 @pytest.mark.parametrize("room", [1, 2, 64])
-def test_reading_ahead_gives_the_same(room: int) -> None:
+def test_async_loaders_yield_the_same_batches(room: int) -> None:
     loader = AsyncLoader(room, False, 3)
     assert not loader.started
     for _ in range(3):
@@ -200,7 +200,7 @@ def test_reading_ahead_gives_the_same(room: int) -> None:
         next(iter(loader))
 
 
-def test_without_room_there_is_no_thread() -> None:
+def test_a_queue_of_size_0_starts_no_thread() -> None:
     loader = AsyncLoader(async_loader_queue_size=0, batches=3)
     assert list(loader) == [0, 10, 20]
     assert set(loader.readers) == {threading.current_thread().name}
@@ -209,18 +209,18 @@ def test_without_room_there_is_no_thread() -> None:
         AsyncLoader(-1, False, 3)
 
 
-def test_batches_are_read_before_they_are_asked_for() -> None:
+def test_batches_are_read_ahead() -> None:
     loader = AsyncLoader(2, False, 9)
     batches = iter(loader)
     assert next(batches) == 0
-    until(lambda: len(loader.readers) >= 4)  # two are queued, one waits
+    until(lambda: len(loader.readers) >= 4)  # two batches are queued, one waits
     assert len(loader.readers) == 4
     batches.close()  # type: ignore[attr-defined]
-    assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # started again
+    assert list(itertools.islice(loader, 4)) == [0, 10, 20, 30]  # a new epoch
     loader.close_async_loader()
 
 
-def test_an_error_in_the_thread_is_raised_where_batches_are_used() -> None:
+def test_an_error_in_the_thread_is_raised_in_the_loop() -> None:
     loader = AsyncLoader(4, False, 3, fails_at=2)
     seen = []
     with pytest.raises(OSError, match="batch 2 cannot be read"):
@@ -252,7 +252,7 @@ class Wrong:
         (Wrong(), None, "more batches than their length, 1"),
     ],
 )
-def test_batches_that_cannot_be_made_even(
+def test_bad_batches_of_even_steps(
     batches: Any, size: int | None, problem: str
 ) -> None:
     ringjax.init()

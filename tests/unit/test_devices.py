@@ -1,7 +1,7 @@
-"""The device side without a device: search for NCCL, agreement, refusals.
+"""Tests of device communicators without a device: NCCL's file, agreement, refusals.
 
-The native side is a fake that writes down what it is asked; what NCCL does is tested
-in ranks/ over stubs, and in gpu/ for real.
+A fake of the native core records its calls. tests/ranks runs collectives over a stub of
+NCCL, and tests/gpu over the real one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringjax.xla import placement
 VERSION = 22809
 
 
-class Failure(_native.StatusError):
+class FakeStatusError(_native.StatusError):
     """An error of the native core."""
 
     def __init__(self, text: str, code: str = "FAILED_PRECONDITION") -> None:
@@ -33,8 +33,8 @@ class Failure(_native.StatusError):
         self.code, self.rank = code, -1
 
 
-class Core:
-    """A fake of the native core with a set of files. Records its calls."""
+class FakeCore:
+    """A fake of the native core that can load `files` as NCCL. Records its calls."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files, self.calls, self.failing = files, [], ""
@@ -43,7 +43,7 @@ class Core:
     def open_nccl(self, path: str = "") -> tuple[int, str]:
         self.calls.append(("open", path))
         if path not in self.files:
-            raise Failure(f"no NCCL: {path or 'libnccl.so.2'}: cannot open")
+            raise FakeStatusError(f"no NCCL: {path or 'libnccl.so.2'}: cannot open")
         return VERSION, self.files[path]
 
     def nccl_unique_id(self) -> bytes:
@@ -52,11 +52,11 @@ class Core:
 
     def connect(self, **arguments: Any) -> list[Any]:
         if self.failing:
-            raise Failure(self.failing, "UNAVAILABLE")
+            raise FakeStatusError(self.failing, "UNAVAILABLE")
         self.calls.append(("make", arguments["id"]))
         core = self
 
-        class Made:
+        class FakeCommunicator:
             options = arguments
 
             def close(self) -> None:
@@ -65,15 +65,15 @@ class Core:
             def abort(self, text: str, rank: int) -> None:
                 core.calls.append(("abort", arguments["id"], text, rank))
 
-        return [Made() for _ in arguments["devices"]]
+        return [FakeCommunicator() for _ in arguments["devices"]]
 
 
-class Home:
-    """A world whose rank 0 is this one. `others` computes the other ranks' answers."""
+class FakeWorld:
+    """A fake world of rank 0. `others` computes what the other ranks exchange."""
 
     rank = 0
 
-    def __init__(self, core: Core, size: int = 2, **settings: Any) -> None:
+    def __init__(self, core: FakeCore, size: int = 2, **settings: Any) -> None:
         self.core, self.size, self.config = core, size, Config(**settings)
         self.rank_info = RankInfo.from_hosts(0, ["here"] * size)
         self.others: Callable[[int, Any], Any] = lambda rank, value: value
@@ -98,13 +98,13 @@ class Home:
         self.lines.append(f"{level}: {text}")
 
 
-def devices_of(home: Home, counts: Sequence[int] = (1, 1)) -> devices.Devices:
-    return devices.Devices(home.config, counts, home)
+def devices_of(world: FakeWorld, counts: Sequence[int] = (1, 1)) -> devices.Devices:
+    return devices.Devices(world.config, counts, world)
 
 
 @pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Core:
-    fake = Core({"": "/usr/lib/libnccl.so.2"})
+def core(monkeypatch: pytest.MonkeyPatch) -> FakeCore:
+    fake = FakeCore({"": "/usr/lib/libnccl.so.2"})
     monkeypatch.setattr(_native, "open_nccl", fake.open_nccl)
     monkeypatch.setattr(_native, "nccl_unique_id", fake.nccl_unique_id)
     monkeypatch.setattr(_native, "connect_devices", fake.connect)
@@ -118,7 +118,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
 # -- the search ------------------------------------------------------------------------
 
 
-def test_the_setting_is_the_only_file_tried(core: Core) -> None:
+def test_the_setting_replaces_the_search(core: FakeCore) -> None:
     core.files["/opt/libnccl.so.2"] = "/opt/libnccl.so.2"
     assert devices.open_library("/opt/libnccl.so.2") == (VERSION, "/opt/libnccl.so.2")
     with pytest.raises(RingjaxError, match=r"no NCCL: /gone/libnccl\.so\.2: cannot"):
@@ -127,8 +127,8 @@ def test_the_setting_is_the_only_file_tried(core: Core) -> None:
     assert core.calls == asked
 
 
-def test_the_wheels_file_comes_before_the_systems(
-    core: Core, monkeypatch: pytest.MonkeyPatch
+def test_the_wheels_nccl_precedes_the_systems(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "wheel_library", lambda: "/wheel/libnccl.so.2")
     assert devices.open_library("")[1] == "/usr/lib/libnccl.so.2"
@@ -136,7 +136,7 @@ def test_the_wheels_file_comes_before_the_systems(
     core.files["/wheel/libnccl.so.2"] = "/wheel/libnccl.so.2"
     assert devices.open_library("")[1] == "/wheel/libnccl.so.2"
     core.files.clear()
-    with pytest.raises(RingjaxError, match="/wheel/"):  # the file that was found
+    with pytest.raises(RingjaxError, match="/wheel/"):  # names the file in the wheel
         devices.open_library("")
 
 
@@ -154,8 +154,8 @@ def test_the_wheel_is_a_namespace_package(
     sys.modules.pop("nvidia", None)
 
 
-def test_launch_order_is_asked_for_unless_somebody_has_decided(
-    core: Core, monkeypatch: pytest.MonkeyPatch
+def test_an_explicit_launch_order_is_kept(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices.open_library("")
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0"
@@ -165,8 +165,8 @@ def test_launch_order_is_asked_for_unless_somebody_has_decided(
 
 
 @pytest.mark.parametrize(("driver", "order"), [(0, "1"), (12020, "0"), (12030, "1")])
-def test_kernels_are_ordered_where_that_does_not_serialise_them(
-    core: Core, monkeypatch: pytest.MonkeyPatch, driver: int, order: str
+def test_implicit_launch_order_depends_on_the_driver(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch, driver: int, order: str
 ) -> None:
     for name in ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_RUNTIME_CONNECT"):
         monkeypatch.delenv(name, raising=False)
@@ -177,7 +177,7 @@ def test_kernels_are_ordered_where_that_does_not_serialise_them(
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
 
-def test_versions_as_people_write_them() -> None:
+def test_version_text() -> None:
     assert devices.version_text(VERSION) == "2.28.9"
     assert devices.version_text(22304) == "2.23.4"
 
@@ -185,9 +185,9 @@ def test_versions_as_people_write_them() -> None:
 # -- connecting ------------------------------------------------------------------------
 
 
-def test_all_process_sets_get_one(core: Core) -> None:
-    home = Home(core, fusion="pack", fusion_small=7, comm_stream=False)
-    both = devices_of(home)
+def test_each_process_set_of_this_rank_gets_a_communicator(core: FakeCore) -> None:
+    world = FakeWorld(core, fusion="pack", fusion_small=7, comm_stream=False)
+    both = devices_of(world)
     assert both.problem(0) == "it was not built"
     both.open([3], "", {0: [0, 1], 2: [1], 1: [0]})
     made = [call for call in core.calls if call[0] in ("connect", "make")]
@@ -197,7 +197,7 @@ def test_all_process_sets_get_one(core: Core) -> None:
         ("connect", 1 | communicator_ids.DEVICE_CONTROL, [0], "process set 1 (device)"),
         ("make", 1),
     ]
-    assert core.calls.count(("id",)) == 2  # set 2's comes from rank 1
+    assert core.calls.count(("id",)) == 2  # rank 1 makes the ID of set 2
     (first,) = both.communicators[0]
     options = cast(Any, first).options
     assert (options["devices"], options["unique_ids"]) == ((3,), [bytes(128)])
@@ -213,8 +213,8 @@ def test_all_process_sets_get_one(core: Core) -> None:
     assert len(core.calls) == before
 
 
-def test_the_end_in_good_order(core: Core) -> None:
-    both = devices_of(Home(core))
+def test_closing_and_aborting_communicators(core: FakeCore) -> None:
+    both = devices_of(FakeWorld(core))
     both.open([0], "", {0: [0, 1], 1: [0]})
     core.calls.clear()
     both.remove(1)
@@ -229,11 +229,11 @@ def test_the_end_in_good_order(core: Core) -> None:
     assert both.communicators == {}
 
 
-def test_ranks_with_different_nccls_refuse_each_other(core: Core) -> None:
-    home = Home(core, size=4)
+def test_ranks_with_different_nccls_refuse_each_other(core: FakeCore) -> None:
+    world = FakeWorld(core, size=4)
     odd = {"nccl": 22703, "path": "/other/libnccl.so.2"}
-    home.others = lambda rank, value: value | (odd if rank in (1, 3) else {})
-    four = devices_of(home, [1] * 4)
+    world.others = lambda rank, value: value | (odd if rank in (1, 3) else {})
+    four = devices_of(world, [1] * 4)
     with pytest.raises(StartupError) as error:
         four.open([0], "", {0: [0, 1, 2, 3]})
     assert "ranks 0, 2: 2.28.9 (/usr/lib/libnccl.so.2)" in str(error.value)
@@ -243,26 +243,26 @@ def test_ranks_with_different_nccls_refuse_each_other(core: Core) -> None:
 
 @pytest.mark.parametrize("setting", ["fusion", "fusion_small"])
 def test_ranks_with_different_fusion_refuse_each_other(
-    core: Core, setting: str
+    core: FakeCore, setting: str
 ) -> None:
-    home = Home(core)
-    home.others = lambda rank, value: (
+    world = FakeWorld(core)
+    world.others = lambda rank, value: (
         value | {"settings": value["settings"] | {setting: 5}}
     )
     with pytest.raises(StartupError, match=f"RINGJAX_{setting.upper()} must be alike"):
-        devices_of(home).open([0], "", {0: [0, 1]})
+        devices_of(world).open([0], "", {0: [0, 1]})
 
 
-def test_ranks_with_and_without_device_code_refuse_each_other(core: Core) -> None:
-    home = Home(core, 3)
+def test_ranks_with_and_without_device_code_refuse_each_other(core: FakeCore) -> None:
+    world = FakeWorld(core, 3)
     mine = devices.information()["device_code"] != "none"
-    home.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
+    world.others = lambda rank, value: value | {"packs": mine != (rank == 2)}
     with pytest.raises(StartupError, match="same build of ringjax, but rank"):
-        devices_of(home).open([0], "", {0: [0, 1, 2]})
+        devices_of(world).open([0], "", {0: [0, 1, 2]})
 
 
-def test_jax_that_leaves_nccl_no_memory_is_warned_about(
-    core: Core, monkeypatch: pytest.MonkeyPatch
+def test_a_warning_if_jax_leaves_nccl_no_memory(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warned(**variables: str) -> bool:
         for name in ("FRACTION", "PREALLOCATE"):
@@ -270,9 +270,9 @@ def test_jax_that_leaves_nccl_no_memory_is_warned_about(
             monkeypatch.delenv(full, raising=False)
             if name in variables:
                 monkeypatch.setenv(full, variables[name])
-        home = Home(core)
-        devices_of(home).open([0], "", {0: [0, 1]})
-        return any("of the GPU's memory" in line for line in home.lines)
+        world = FakeWorld(core)
+        devices_of(world).open([0], "", {0: [0, 1]})
+        return any("of the GPU's memory" in line for line in world.lines)
 
     assert warned(FRACTION=".95")
     assert warned(FRACTION="0.9")
@@ -283,66 +283,68 @@ def test_jax_that_leaves_nccl_no_memory_is_warned_about(
 
 
 def test_two_ranks_on_one_gpu_are_an_error(
-    core: Core, monkeypatch: pytest.MonkeyPatch
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = devices.information() | {"devices": [{"uuid": "GPU-a"}, {"uuid": "GPU-b"}]}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
-    home = Home(core, 3)
-    home.others = lambda rank, value: value | ({"gpu": "GPU-c"} if rank == 1 else {})
+    world = FakeWorld(core, 3)
+    world.others = lambda rank, value: value | ({"gpu": "GPU-c"} if rank == 1 else {})
     with pytest.raises(StartupError, match=r"rank 0 and rank 2 .* same GPU, GPU-b; "):
-        devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
-    # A GPU of another host is another GPU, even if both report one UUID.
-    home.rank_info = RankInfo.from_hosts(0, ["here", "here", "there"])
-    devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
+        devices_of(world, [2] * 3).open([1], "", {0: [0, 1, 2]})
+    # GPUs of two hosts are different GPUs, even if both report the same UUID.
+    world.rank_info = RankInfo.from_hosts(0, ["here", "here", "there"])
+    devices_of(world, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 1
-    # Ranks may share a GPU if NCCL was set to allow it.
-    home.rank_info = RankInfo.from_hosts(0, ["here"] * 3)
+    # Ranks may share a GPU if NCCL_HOSTID is set, with which NCCL allows it.
+    world.rank_info = RankInfo.from_hosts(0, ["here"] * 3)
     monkeypatch.setenv("NCCL_HOSTID", "test-0")
-    devices_of(home, [2] * 3).open([1], "", {0: [0, 1, 2]})
+    devices_of(world, [2] * 3).open([1], "", {0: [0, 1, 2]})
     assert core.calls.count(("make", 0)) == 2
 
 
 @pytest.mark.parametrize("required", [0, 1])
-def test_what_must_be_encrypted_does_not_go_by_nccl(core: Core, required: int) -> None:
-    home = Home(core, tls=["required", "auto"][required])
-    home.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
-    devices_of(home).open([0], "", {0: (0, 1)})  # the traffic stays on this host
+def test_required_tls_disables_nccl_between_hosts(
+    core: FakeCore, required: int
+) -> None:
+    world = FakeWorld(core, tls=["required", "auto"][required])
+    world.others = lambda rank, value: value | {"tls": ["auto", "required"][required]}
+    devices_of(world).open([0], "", {0: (0, 1)})  # the traffic stays on this host
     assert ("make", 0) in core.calls
-    home.rank_info = RankInfo.from_hosts(0, ["here", "there"])
-    found = devices_of(home)
+    world.rank_info = RankInfo.from_hosts(0, ["here", "there"])
+    found = devices_of(world)
     found.open([0], "", {0: (0, 1)})
     assert "NCCL does not encrypt what goes from host to host" in found.problem(0)
 
 
-def test_one_rank_without_a_device_is_remembered(core: Core) -> None:
-    home = Home(core)
-    home.others = lambda rank, value: value | {"device": "JAX computes on cpu"}
-    both = devices_of(home)
+def test_a_peer_without_a_device_disables_nccl(core: FakeCore) -> None:
+    world = FakeWorld(core)
+    world.others = lambda rank, value: value | {"device": "JAX computes on cpu"}
+    both = devices_of(world)
     both.open([0], "", {0: [0, 1]})
     assert both.problem(0) == "rank 1 has no CUDA device: JAX computes on cpu"
     assert both.communicators == {}
-    assert home.lines[-1].startswith("info: no CUDA collectives in jit: rank 1 has")
+    assert world.lines[-1].startswith("info: no CUDA collectives in jit: rank 1 has")
     assert not [call for call in core.calls if call[0] in ("connect", "make", "id")]
 
 
-def test_a_rank_without_a_device_says_so_and_opens_no_nccl(core: Core) -> None:
-    both = devices_of(Home(core))
+def test_a_rank_without_a_device_opens_no_nccl(core: FakeCore) -> None:
+    both = devices_of(FakeWorld(core))
     both.open([], "RINGJAX_GPU is 0", {0: [0, 1]})
     assert both.problem(0) == "rank 0 has no CUDA device: RINGJAX_GPU is 0"
     assert core.calls == []
 
 
-def test_without_nccl_there_are_no_device_communicators(core: Core) -> None:
+def test_a_missing_nccl_disables_device_communicators(core: FakeCore) -> None:
     core.files.clear()
-    both = devices_of(Home(core))
+    both = devices_of(FakeWorld(core))
     both.open([0], "", {0: [0, 1]})
     assert "libnccl.so.2: cannot open" in both.problem(0)
 
 
-def test_no_device_anywhere(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rank_has_a_device(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"devices": [], "driver_error": "libcuda.so.1: cannot open"}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
-    none = devices_of(Home(core), [0, 0])
+    none = devices_of(FakeWorld(core), [0, 0])
     assert not none.possible
     expected = "no rank has a CUDA device: libcuda.so.1: cannot open"
     assert none.problem(0) == expected
@@ -353,10 +355,10 @@ def test_no_device_anywhere(core: Core, monkeypatch: pytest.MonkeyPatch) -> None
     assert devices.absence(Config(gpu=False)) == "RINGJAX_GPU is 0"
 
 
-def test_an_nccl_error_names_departed_ranks(core: Core) -> None:
-    home = Home(core)
-    home.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
-    both = devices_of(home)
+def test_an_nccl_error_names_departed_ranks(core: FakeCore) -> None:
+    world = FakeWorld(core)
+    world.lost, core.failing = {1: "was killed", 7: "left"}, "ncclCommInitRank: broken"
+    both = devices_of(world)
     with pytest.raises(StartupError) as error:
         both.open([2], "", {0: [0, 1]})
     text = str(error.value)
@@ -366,35 +368,37 @@ def test_an_nccl_error_names_departed_ranks(core: Core) -> None:
     assert both.problem(0) == text
 
 
-def test_the_first_rank_of_a_set_may_fail(core: Core) -> None:
-    home = Home(core)
-    home.others = lambda rank, value: (
+def test_an_error_of_a_sets_first_rank_is_raised(core: FakeCore) -> None:
+    world = FakeWorld(core)
+    world.others = lambda rank, value: (
         value | ({} if "device" in value else {"error": "no interface"})
     )
     with pytest.raises(
         StartupError, match="process set 1 has no .*rank 1: no interface"
     ):
-        devices_of(home).open([0], "", {1: [1]})
+        devices_of(world).open([0], "", {1: [1]})
 
 
-def test_another_call_on_another_rank_is_a_mismatch(core: Core) -> None:
-    home = Home(core)
-    home.others = lambda rank, value: "add_process_set 1 [0] 0123"
+def test_different_calls_raise_mismatch(core: FakeCore) -> None:
+    world = FakeWorld(core)
+    world.others = lambda rank, value: "add_process_set 1 [0] 0123"
     with pytest.raises(Mismatch, match="rank 1 calls add_process_set 1"):
-        devices_of(home).open([0], "", {0: [0, 1]})
+        devices_of(world).open([0], "", {0: [0, 1]})
 
 
-def test_a_library_that_is_not_used_is_a_warning(core: Core) -> None:
+def test_a_warning_if_another_nccl_is_loaded(core: FakeCore) -> None:
     core.files["/mine/libnccl.so.2"] = "/jax/libnccl.so.2"  # already loaded
-    home = Home(core, nccl="/mine/libnccl.so.2")
-    devices_of(home).open([0], "", {0: [0, 1]})
-    assert any("RINGJAX_NCCL is not used: /jax/" in line for line in home.lines)
+    world = FakeWorld(core, nccl="/mine/libnccl.so.2")
+    devices_of(world).open([0], "", {0: [0, 1]})
+    assert any("RINGJAX_NCCL is not used: /jax/" in line for line in world.lines)
 
 
 # -- init and answers -----------------------------------------------------------------
 
 
-def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_init_creates_new_communicators(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {"devices": [{"name": "H200"}], "driver_error": "", "device_code": "none"}
     monkeypatch.setattr(_native, "cuda_info", lambda: found)
     monkeypatch.setattr(placement, "cuda_devices", lambda each: ([0], ""))
@@ -410,7 +414,7 @@ def test_every_init_asks_again(core: Core, monkeypatch: pytest.MonkeyPatch) -> N
     assert [call[0] for call in core.calls] == ["open", "id", "make", "close"] * 2
 
 
-def test_what_is_built(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_info(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"device_code": "nvcc 13.0", "driver": 0, "nccl": 0, "nccl_path": ""}
     monkeypatch.setattr(_native, "cuda_info", lambda: dict(found))
     monkeypatch.delenv("RINGJAX_NCCL", raising=False)

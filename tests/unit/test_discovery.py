@@ -1,4 +1,4 @@
-"""The discovery script of an elastic job, which ringrun runs repeatedly."""
+"""Tests of the discovery script of an elastic job, which ringrun runs repeatedly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax.run.hosts.slots import HostSlots, parse_discovered
 
 
 class Shell:
-    """Records commands; the test decides how they end."""
+    """A fake shell that records commands. The test calls `done` to end a command."""
 
     def __init__(self) -> None:
         self.words: list[list[str]] = []
@@ -36,7 +36,7 @@ def shell() -> Shell:
     return Shell()
 
 
-def test_lines() -> None:
+def test_lines_of_the_script() -> None:
     assert parse_discovered(" a:4 \n\n10.0.0.1\nb\na:1\n[::1]:2\n[fe80::2]\n", 3) == [
         HostSlots("a", 5),
         HostSlots("10.0.0.1", 3),
@@ -50,7 +50,7 @@ def test_lines() -> None:
             parse_discovered(text, 1)
 
 
-def test_it_is_asked_every_second(shell: Shell) -> None:
+def test_the_script_runs_every_second(shell: Shell) -> None:
     discovery = ScriptDiscovery("./find --all", 2, shell, pytest.fail)
     discovery.tick(10.0)
     discovery.tick(15.0)
@@ -66,14 +66,14 @@ def test_it_is_asked_every_second(shell: Shell) -> None:
     assert discovery.hosts == []
 
 
-def test_a_file_needs_no_shell(shell: Shell, tmp_path: Path) -> None:
+def test_a_script_file_needs_no_shell(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "find hosts"
     file.touch()
     ScriptDiscovery(str(file), 1, shell, pytest.fail).tick(0.0)
     assert shell.words == [[str(file)]]
 
 
-def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
+def test_bad_output_keeps_the_known_hosts(shell: Shell) -> None:
     said: list[str] = []
     discovery = ScriptDiscovery("find", 1, shell, said.append)
     answers = [
@@ -88,7 +88,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
         shell.done[-1](*answer)
         assert discovery.hosts == [HostSlots("a", 3)]
     assert not discovery.unusable
-    first, second = said  # a line each time that the script begins to fail
+    first, second = said  # one line per period of failures
     assert first == (
         "--host-discovery-script find: exit code 7: no cluster; "
         "the hosts stay as they were"
@@ -96,7 +96,7 @@ def test_an_answer_that_is_no_good_changes_nothing(shell: Shell) -> None:
     assert "slots of 'a' must be a positive whole number, not 'x'" in second
 
 
-def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
+def test_an_unexecutable_script_is_unusable(shell: Shell) -> None:
     discovery = ScriptDiscovery("find", 1, shell, pytest.fail)
     discovery.tick(0.0)
     shell.done[0](127, "", "sh: 1: find: not found\n")
@@ -104,14 +104,14 @@ def test_one_that_cannot_be_run_is_hopeless(shell: Shell) -> None:
     assert discovery.problem == "exit code 127: sh: 1: find: not found"
 
 
-def test_one_that_hangs_is_killed(shell: Shell) -> None:
+def test_a_hanging_script_is_killed(shell: Shell) -> None:
     said: list[str] = []
     discovery = ScriptDiscovery("find", 1, shell, said.append)
     discovery.tick(0.0)
     discovery.tick(LIMIT)
     discovery.tick(LIMIT + 0.5)
     assert shell.signals == [(signal.SIGKILL, [-1])]
-    # A child of the script may keep its output open; the next run does not wait.
+    # A child of the script may keep its output open. The next run does not wait for it.
     discovery.tick(LIMIT + PERIOD)
     assert said == [f"--host-discovery-script find: it took longer than {LIMIT:g} s"]
     discovery.tick(LIMIT + 2 * PERIOD)

@@ -1,7 +1,7 @@
-"""`ringjax doctor` on two hosts: each test plants a real fault in their network.
+"""Tests of `ringjax doctor` on two hosts. Each test causes a fault in their network.
 
-The hosts are network namespaces (tests/support/namespaces.py) with names of their
-own, so this needs root and `ip`; a stand-in for ssh goes there.
+The hosts are network namespaces (tests/support/namespaces.py) with separate names, so
+the tests need root and `ip`. A fake ssh enters a namespace.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from support.namespaces import LAUNCHER, Namespaces, address
 pytestmark = [needs_root("ip", "unshare", "tc", "hostname"), pytest.mark.timeout(90)]
 
 ONE, TWO = address(0), address(1)
-# A stand-in for OpenSSH: its words are options, a host, then words for the shell. Each
-# host's shell also runs FOLDER/N.sh, with which a test makes host N special.
+# A fake of OpenSSH. Its arguments are options, a host, and then a shell command. Before
+# the command, host N runs FOLDER/N.sh, in which a test may cause a fault on that host.
 SSH = """#!/bin/sh
 while :; do case "$1" in -p|-i) shift 2;; -*) shift;; *) break;; esac; done
 number=$((${1##*.} - 1)); shift
@@ -55,7 +55,7 @@ class Hosts:
         _run(f"ip netns exec {self.network.names[number]} {command}")
 
     def run_doctor(self, *words: str, **more: object) -> DoctorRun:
-        """Returns the findings of the doctor about both hosts."""
+        """Runs the doctor for both hosts and returns its findings."""
         env = {"PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
         env |= more.pop("env", {})  # type: ignore[arg-type]
         words = words or ("-H", f"{ONE}:1,{TWO}:1")
@@ -91,7 +91,7 @@ def test_two_healthy_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert isinstance(versions, dict) and set(versions) == {ONE, TWO}
 
 
-def test_a_host_that_calls_itself_loopback(hosts: Hosts) -> None:
+def test_a_host_whose_name_is_a_loopback_address(hosts: Hosts) -> None:
     hosts.hosts(1, "127.0.0.1 localhost\n127.0.1.1 rj-1\n")
     found = hosts.run_doctor()
     assert not found.problems("name", ONE)
@@ -100,7 +100,7 @@ def test_a_host_that_calls_itself_loopback(hosts: Hosts) -> None:
     assert f'"{TWO} rj-1" > /etc/hosts' in found.fix_of("name")
 
 
-def test_another_host_that_is_taken_for_this_one(hosts: Hosts) -> None:
+def test_another_host_resolves_to_this_one(hosts: Hosts) -> None:
     own = hosts.folder / "own"
     own.write_text("127.0.0.1 localhost\n127.0.1.1 rj-far\n")
     inside = ["unshare", "-m", "--propagation", "private"]
@@ -127,19 +127,19 @@ def test_one_host_under_two_names(hosts: Hosts) -> None:
     assert ("warn", f"is the same machine as {ONE}") in found.problems("other names")
 
 
-def test_a_way_that_is_closed(hosts: Hosts) -> None:
+def test_a_firewall_between_hosts(hosts: Hosts) -> None:
     hosts.on(1, f"ip route add blackhole {ONE}/32")
     found = hosts.run_doctor()
     assert found.code == 1
     [(status, text)] = found.problems("ports", ONE)
-    # No reply comes, like behind a firewall that drops packets.
+    # Packets are dropped without a reply, as by a firewall.
     assert status == "FAIL" and f"does not reach {TWO} ({TWO}: timed out)" in text
     rows = {row["host"]: row["mend"] for row in found.rows() if row["check"] == "ports"}
     assert rows[ONE].startswith(f"on {TWO}: sudo ufw allow from {ONE}")
     assert rows[TWO] == f"on {TWO}: ip route get {ONE}"
 
 
-def test_full_packets_get_lost(hosts: Hosts) -> None:
+def test_full_size_packets_are_dropped(hosts: Hosts) -> None:
     bucket = "tbf rate 1gbit burst 1000 latency 50ms"  # drops larger packets
     hosts.on(0, f"tc qdisc add dev eth0 root {bucket}")
     found = hosts.run_doctor()
@@ -155,7 +155,7 @@ def _bridge(hosts: Hosts, number: int, name: str, where: str) -> None:
     hosts.on(number, f"ip link set {name} up")
 
 
-def test_docker_has_one_address_everywhere(hosts: Hosts) -> None:
+def test_docker_bridges_share_an_address(hosts: Hosts) -> None:
     for number in range(2):
         _bridge(hosts, number, "docker0", "172.17.0.1/16")
     found = hosts.run_doctor()
@@ -166,14 +166,14 @@ def test_docker_has_one_address_everywhere(hosts: Hosts) -> None:
     assert not hosts.run_doctor(*words).problems("interfaces")
 
 
-def test_packets_of_different_sizes(hosts: Hosts) -> None:
+def test_different_mtus(hosts: Hosts) -> None:
     hosts.on(1, "ip link set dev eth0 mtu 9000")
     found = hosts.run_doctor()
     [(status, text)] = found.problems("interfaces")
     assert status == "warn" and "9000 on eth0" in text and "1500 on eth0" in text
 
 
-def test_the_way_leads_through_a_tunnel(hosts: Hosts) -> None:
+def test_a_tunnel_between_hosts(hosts: Hosts) -> None:
     for number in range(2):
         hosts.on(number, "ip link set dev eth0 down")
         hosts.on(number, "ip link set dev eth0 name wg0")
@@ -208,7 +208,7 @@ def test_an_interface_of_nccl_that_one_host_lacks(hosts: Hosts) -> None:
     assert found.fix_of("NCCL") == "export NCCL_SOCKET_IFNAME=eth0"
 
 
-def test_versions_differ(hosts: Hosts) -> None:
+def test_different_versions(hosts: Hosts) -> None:
     [where] = [
         Path(str(metadata.distribution("keras").locate_file(file)))
         for file in metadata.files("keras") or ()
@@ -224,8 +224,8 @@ def test_versions_differ(hosts: Hosts) -> None:
     assert found.fix_of("versions").endswith(f"pip install keras=={version}")
 
 
-def test_a_clock_that_is_wrong(hosts: Hosts) -> None:
-    # All hosts have one kernel, so only the Python of the second host differs.
+def test_a_wrong_clock(hosts: Hosts) -> None:
+    # All hosts share one kernel clock, so only Python's clock on the second differs.
     late = "import socket, time\nnow = time.time\n"
     late += "if socket.gethostname() == 'rj-1':\n    time.time = lambda: now() + 90\n"
     (hosts.folder / "sitecustomize.py").write_text(late)
@@ -247,7 +247,7 @@ def test_no_ssh_server(hosts: Hosts) -> None:
     )
 
 
-def test_python_is_elsewhere(hosts: Hosts) -> None:
+def test_python_has_another_path(hosts: Hosts) -> None:
     (hosts.folder / "1.sh").write_text(f"mount --bind /dev/null {sys.executable}\n")
     found = hosts.run_doctor()
     assert not found.problems("ssh", ONE)

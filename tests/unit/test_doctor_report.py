@@ -1,4 +1,4 @@
-"""Output of `ringjax doctor`: tables, marks, links to paragraphs, exit codes."""
+"""Tests of the output of `ringjax doctor`: tables, marks, links, and exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one(*words: str, **more: object) -> DoctorRun:
     return found
 
 
-def test_as_text() -> None:
+def test_text_output() -> None:
     words = [word for word in DOCTOR if word != "--json"]
     env = environment("doctor", {"NCCL_P2P_DISABLE": "1"})
     done = subprocess.run(
@@ -53,7 +53,7 @@ def _job(*hosts: str) -> JobContext:
     )
 
 
-def test_what_many_hosts_say_alike_is_one_line() -> None:
+def test_equal_findings_of_hosts_share_a_line() -> None:
     job = _job(*"abcdef")
     rows = [("memfd", name, ok("fine")) for name in "abcdef"]
     rows += [("name", name, warn("bad", "mend it")) for name in "abcde"]
@@ -63,7 +63,7 @@ def test_what_many_hosts_say_alike_is_one_line() -> None:
     assert findings.worst(rows) == "warn"
 
 
-def test_versions_that_differ_are_marked() -> None:
+def test_different_versions_are_marked() -> None:
     job = _job("a", "b")
     job.reports["b"].facts["versions"] = {"jax": "2", "torch": "3"}
     [(_, jax), (_, torch)] = software.alike(job)
@@ -72,7 +72,7 @@ def test_versions_that_differ_are_marked() -> None:
     assert re.search(r"b +2\* +3\*", text)
 
 
-def test_calls_that_do_not_end() -> None:
+def test_a_port_check_that_does_not_end() -> None:
     job = _job("a", "b")
     job.reports["b"].calls = {"a": [{"error": ""}]}
     (host, found), (_, fine) = network.ports(job)
@@ -80,7 +80,7 @@ def test_calls_that_do_not_end() -> None:
     assert "did not end" in found.text
 
 
-def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(host: HostContext) -> list[Finding]:
         raise KeyError(host.name)
 
@@ -91,7 +91,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.status == "warn" and "KeyError: 'one'" in found.text
 
 
-def test_groups_of_version_2(tmp_path: Path) -> None:
+def test_limits_of_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     mount = "30 23 0:26 / /cg rw - cgroup2 cgroup rw\n"
@@ -108,7 +108,7 @@ def test_groups_of_version_2(tmp_path: Path) -> None:
     assert limits.threads_left(tmp_path)[0] == float("inf")
 
 
-def test_every_finding_leads_to_a_paragraph() -> None:
+def test_every_finding_links_to_a_paragraph() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     heads = re.findall(r"(?m)^## (.*)$", page)
     anchors = {head.lower().replace(" ", "-") for head in heads}
@@ -122,7 +122,7 @@ def test_every_finding_leads_to_a_paragraph() -> None:
     assert {"unreachable", "startuperror", "without-an-error"} < used <= anchors
 
 
-def test_the_command() -> None:
+def test_the_ringjax_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["ringjax"] == "ringjax.__main__:main"
     words = [sys.executable, "-m", "ringjax"]

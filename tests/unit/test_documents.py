@@ -1,4 +1,4 @@
-"""Documents name only existing files, headings and tests. Each promise has a test."""
+"""Tests that documents only name existing files, headings, and tests."""
 
 from __future__ import annotations
 

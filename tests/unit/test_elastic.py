@@ -1,6 +1,6 @@
-"""The elastic loop and plain states, in one process: the reaction to each error.
+"""Tests of the elastic loop's reaction to each error, and of plain states.
 
-Resets, broadcasts and notifications are the test's own; real ones are in tests/ranks.
+Resets, broadcasts, and notifications are fakes here. tests/ranks has real ones.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ def state_of(**kwargs) -> ObjectState:
     return ObjectState(lambda obj: obj, lambda: 0, **kwargs)
 
 
-class Diary:
-    """A training function with planned failures, and a reset that records its calls."""
+class Recorder:
+    """A training function that raises `failures` in order. Records all calls."""
 
     def __init__(self, *failures: BaseException | None) -> None:
         self.failures = list(failures)
-        self.pages: list[str] = []
+        self.calls: list[str] = []
 
     def train(self, state: ObjectState, bonus: int = 0) -> int:
-        self.pages.append(f"train {state.step}")
+        self.calls.append(f"train {state.step}")
         state.step += 1
         if self.failures and (failure := self.failures.pop(0)) is not None:
             raise failure
         return state.step + bonus
 
     def reset(self) -> None:
-        self.pages.append("reset")
+        self.calls.append("reset")
 
     def run(self, state: ObjectState, **kwargs) -> int:
         sync = state.sync
-        state.sync = lambda: (self.pages.append("sync"), sync())
+        state.sync = lambda: (self.calls.append("sync"), sync())
         return elastic.run_fn(self.train, self.reset)(state, **kwargs)
 
 
 def test_without_failure_the_function_runs_once_after_a_sync() -> None:
-    diary = Diary()
-    assert diary.run(state_of(step=3), bonus=10) == 14
-    assert diary.pages == ["sync", "train 3"]
+    recorder = Recorder()
+    assert recorder.run(state_of(step=3), bonus=10) == 14
+    assert recorder.calls == ["sync", "train 3"]
 
 
-def test_a_failure_goes_back_to_the_last_commit() -> None:
-    diary = Diary(errors.PeerLost("rank 1", 1), errors.Mismatch("shapes"))
+def test_a_failure_restores_the_last_commit() -> None:
+    recorder = Recorder(errors.PeerLost("rank 1", 1), errors.Mismatch("shapes"))
     state = state_of(step=3)
-    assert diary.run(state) == 4
+    assert recorder.run(state) == 4
     again = ["reset", "sync", "train 3"]
-    assert diary.pages == ["sync", "train 3", *again, *again]
+    assert recorder.calls == ["sync", "train 3", *again, *again]
 
 
-def test_what_jax_raises_for_a_compiled_step_is_a_failure_too() -> None:
-    """JAX raises a ValueError from its cache. The program's own ValueError differs."""
+def test_errors_of_compiled_steps_are_recovered() -> None:
+    """JAX's ValueError of a failed cached program is recovered, a user's is raised."""
     lost = "UNAVAILABLE: RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors): rank 1"
-    diary = Diary(ValueError(lost))
-    assert diary.run(state_of(step=3)) == 4
-    assert diary.pages == ["sync", "train 3", "reset", "sync", "train 3"]
+    recorder = Recorder(ValueError(lost))
+    assert recorder.run(state_of(step=3)) == 4
+    assert recorder.calls == ["sync", "train 3", "reset", "sync", "train 3"]
     with pytest.raises(ValueError, match="mine"):
-        Diary(ValueError("mine: " + lost)).run(state_of(step=3))
+        Recorder(ValueError("mine: " + lost)).run(state_of(step=3))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_what_jax_raises_for_a_compiled_step_is_a_failure_too() -> None:
         ),
     ],
 )
-def test_a_failure_knows_what_it_is_about(text: str, kind: type, about: tuple) -> None:
+def test_errors_have_a_rank_an_operation_and_a_tensor(
+    text: str, kind: type, about: tuple
+) -> None:
     error = errors.translate(ValueError(text))
     assert type(error) is kind
     assert (error.rank, error.op, error.tensor) == about
@@ -104,19 +106,19 @@ def test_a_failure_knows_what_it_is_about(text: str, kind: type, about: tuple) -
     assert str(again) == text.partition(": ")[2]
 
 
-def test_other_hosts_lose_nothing_and_sync_only_if_somebody_came() -> None:
-    diary = Diary(
+def test_a_host_change_keeps_the_state_and_may_skip_sync() -> None:
+    recorder = Recorder(
         errors.HostsUpdatedInterrupt(skip_sync=False),
         errors.HostsUpdatedInterrupt(skip_sync=True),
         errors.PeerLost("rank 1", 1),
     )
     state = state_of(step=0)
-    assert diary.run(state) == 2
+    assert recorder.run(state) == 2
     second = ["reset", "sync", "train 1"]
     third = ["reset", "train 2"]
-    # The state was saved last by the sync at the beginning of the second run.
+    # The sync at the beginning of the second run was the last to save the state.
     fourth = ["reset", "sync", "train 1"]
-    assert diary.pages == ["sync", "train 0", *second, *third, *fourth]
+    assert recorder.calls == ["sync", "train 0", *second, *third, *fourth]
 
 
 @pytest.mark.parametrize(
@@ -128,14 +130,14 @@ def test_other_hosts_lose_nothing_and_sync_only_if_somebody_came() -> None:
         KeyboardInterrupt(),
     ],
 )
-def test_what_would_fail_again_is_not_tried_again(error: BaseException) -> None:
-    diary = Diary(error)
+def test_permanent_errors_are_not_retried(error: BaseException) -> None:
+    recorder = Recorder(error)
     with pytest.raises(type(error)):
-        diary.run(state_of(step=0))
-    assert diary.pages == ["sync", "train 0"]
+        recorder.run(state_of(step=0))
+    assert recorder.calls == ["sync", "train 0"]
 
 
-def test_a_sync_that_fails_is_tried_again() -> None:
+def test_a_failed_sync_is_retried() -> None:
     state, calls = state_of(step=0), []
 
     def sync() -> None:
@@ -148,16 +150,16 @@ def test_a_sync_that_fails_is_tried_again() -> None:
     assert calls == ["sync"] * 3
 
 
-def test_callbacks_come_after_the_reset_and_before_the_sync() -> None:
-    diary = Diary(errors.PeerLost("rank 1", 1))
+def test_callbacks_run_between_reset_and_sync() -> None:
+    recorder = Recorder(errors.PeerLost("rank 1", 1))
     state = state_of(step=0)
-    state.register_reset_callbacks([lambda: diary.pages.append("one")])
-    state.register_reset_callbacks([lambda: diary.pages.append("two")])
-    diary.run(state)
-    assert diary.pages[2:] == ["reset", "one", "two", "sync", "train 0"]
+    state.register_reset_callbacks([lambda: recorder.calls.append("one")])
+    state.register_reset_callbacks([lambda: recorder.calls.append("two")])
+    recorder.run(state)
+    assert recorder.calls[2:] == ["reset", "one", "two", "sync", "train 0"]
 
 
-def test_notifications_reach_the_state_while_it_is_trained() -> None:
+def test_notifications_reach_the_state_during_training() -> None:
     manager = elastic.notification_manager
     state = state_of(step=0)
 
@@ -186,7 +188,7 @@ def test_notifications_reach_the_state_while_it_is_trained() -> None:
         ([(2, HostUpdateResult.removed), (1, HostUpdateResult.added)], True),  # old
     ],
 )
-def test_only_leaving_ranks_need_no_sync(updates, skip_sync: bool) -> None:
+def test_sync_is_skipped_if_hosts_are_only_removed(updates, skip_sync: bool) -> None:
     state = state_of(step=0)
     for timestamp, update in updates:
         state.on_hosts_updated(timestamp, update)
@@ -196,14 +198,14 @@ def test_only_leaving_ranks_need_no_sync(updates, skip_sync: bool) -> None:
     state.commit()  # reported once
 
 
-def test_all_ranks_do_what_rank_0_has_heard() -> None:
-    # First this rank was notified and rank 0 was not, then only rank 0 was notified.
-    deaf = ObjectState(lambda obj: (0, 0, 0), lambda: 1, step=0)
-    deaf.on_hosts_updated(5, HostUpdateResult.added)
-    deaf.check_host_updates()
-    told = ObjectState(lambda obj: (0, 7, 1), lambda: 1, step=0)
+def test_all_ranks_follow_rank_0s_notification() -> None:
+    # In the first case only this rank was notified, in the second only rank 0.
+    unnotified = ObjectState(lambda obj: (0, 0, 0), lambda: 1, step=0)
+    unnotified.on_hosts_updated(5, HostUpdateResult.added)
+    unnotified.check_host_updates()
+    notified = ObjectState(lambda obj: (0, 7, 1), lambda: 1, step=0)
     with pytest.raises(errors.HostsUpdatedInterrupt) as caught:
-        told.check_host_updates()
+        notified.check_host_updates()
     assert caught.value.skip_sync
 
 
@@ -226,7 +228,7 @@ def test_restore_undoes_changes_in_place() -> None:
     assert state.losses == [0.5] and state.other == "not committed"
 
 
-def test_sync_takes_what_rank_0_has_now() -> None:
+def test_sync_copies_rank_0s_current_values() -> None:
     others = {"step": 5, "name": "zero"}
     sent = []
     state = ObjectState(
@@ -241,11 +243,11 @@ def test_sync_takes_what_rank_0_has_now() -> None:
     assert state.step == 5
 
 
-def test_a_state_without_attributes_sends_nothing() -> None:
+def test_an_empty_state_sends_nothing() -> None:
     ObjectState(lambda obj: pytest.fail("sent something"), lambda: 0).sync()
 
 
-def test_the_base_class_may_stay_empty() -> None:
+def test_the_base_class_works_without_attributes() -> None:
     state = elastic.State(lambda obj: obj, lambda: 0)
     state.save()
     state.restore()
@@ -253,7 +255,7 @@ def test_the_base_class_may_stay_empty() -> None:
     assert elastic.run(lambda state: 7)(state) == 7
 
 
-def test_exceptions_survive_pickling() -> None:
+def test_errors_can_be_pickled() -> None:
     interrupt = pickle.loads(pickle.dumps(errors.HostsUpdatedInterrupt(True)))
     assert interrupt.skip_sync and not isinstance(interrupt, errors.RingjaxError)
     mismatch = errors.HorovodVersionMismatchError("torch", "2.1", "2.0")

@@ -1,7 +1,6 @@
-"""The elastic loop in an elastic job: its calls to the runtime, and their order.
+"""Tests of the elastic loop's calls to the runtime, and of their order.
 
-The runtime is the test's own and notes what it is asked. Real jobs, whose ranks are
-killed, are in tests/ranks.
+A fake runtime records the calls. tests/ranks has real jobs whose ranks are killed.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ringjax.elastic.transfer import Participants
 
 
 class Runtime:
-    """A stand-in for the runtime of a rank in a job of three ranks."""
+    """A fake runtime of rank 1 in an elastic job of three ranks. Records its calls."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch = patch
-        self.pages: list[str] = []
+        self.calls: list[str] = []
         self.epoch = 0
         self.change = 0
         self.newcomer = False
@@ -56,7 +55,7 @@ class Runtime:
             patch.setattr(runtime, name, getattr(self, name), raising=False)
         patch.setattr(sync_plan, "negotiate", self.agree)
         patch.setattr(sync_plan, "own_number", lambda: 5)
-        patch.setattr(transfer, "broadcast_state", self.share)
+        patch.setattr(transfer, "broadcast_state", self.send_state)
         patch.setattr(transfer, "preallocate", self.make_room)
         patch.setattr(runtime, "rank", lambda: 1)
         patch.setattr(runtime, "size", lambda: 3)
@@ -68,22 +67,22 @@ class Runtime:
         return self.newcomer
 
     def has_run_solo(self) -> bool:
-        return self.newcomer and "called alone" in self.pages
+        return self.newcomer and "called alone" in self.calls
 
     @contextlib.contextmanager
     def solo_mode(self):
-        self.pages.append("rehearse")
+        self.calls.append("rehearse")
         yield
 
     def request_admission(self) -> None:
-        self.pages.append("admit")
+        self.calls.append("admit")
         self.newcomer = False
 
     def check_updates(self) -> tuple[int, int]:
         return self.change, self.epoch
 
     def pause(self, number: int) -> bool:
-        self.pages.append(f"pause {number}")
+        self.calls.append(f"pause {number}")
         if self.pause_fails:
             self.pause_fails -= 1
             raise errors.PeerLost("while pausing")
@@ -92,14 +91,14 @@ class Runtime:
         return self.stays
 
     def restart(self, text: str) -> None:
-        self.pages.append(f"restart: {text}")
+        self.calls.append(f"restart: {text}")
         self.epoch += 1
 
     def epoch_info(self):
-        return self  # has an epoch
+        return self  # only `epoch` is read
 
     def leave_at_next_pause(self) -> None:
-        self.pages.append("leave")
+        self.calls.append("leave")
 
     def agree(self, held: HeldState) -> SyncPlan:
         self.held.append(held)
@@ -108,10 +107,10 @@ class Runtime:
         return sync_plan._current
 
     def make_room(self, values, **_):
-        self.pages.append("make room")
+        self.calls.append("make room")
 
-    def share(self, values, **_):
-        self.pages.append("share")
+    def send_state(self, values, **_):
+        self.calls.append("send_state")
 
 
 @pytest.fixture
@@ -120,12 +119,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def train_with(job: Runtime, *events, commits: int = 4):
-    """A training function that records its calls and runs an event per commit."""
+    """Returns a training function that calls one of `events` before each commit."""
     todo = list(events)
 
     @run
     def train(state: State) -> int:
-        job.pages.append(f"train {state.step}")
+        job.calls.append(f"train {state.step}")
         while state.step < commits:
             state.step += 1
             if todo and (event := todo.pop(0)) is not None:
@@ -136,7 +135,7 @@ def train_with(job: Runtime, *events, commits: int = 4):
     return train
 
 
-def test_a_loss_that_was_repaired_starts_the_function_again_without_a_rollback(
+def test_a_repaired_loss_restarts_training_without_a_rollback(
     job: Runtime,
 ) -> None:
     state, sizes = State(step=0), []
@@ -146,13 +145,13 @@ def test_a_loss_that_was_repaired_starts_the_function_again_without_a_rollback(
         job.epoch += 1
 
     assert train_with(job, None, repair)(state) == 4
-    assert job.pages == ["share", "train 0", "train 2"]
+    assert job.calls == ["send_state", "train 0", "train 2"]
     assert job.held == [HeldState.COMMITTED, HeldState.CURRENT]
     assert sizes == [3]
     assert sync_plan.current_plan() is None
 
 
-def test_an_announced_change_is_waited_for_and_newcomers_get_the_state(
+def test_an_announced_change_pauses_and_shares_the_state(
     job: Runtime,
 ) -> None:
     def announce() -> None:
@@ -160,32 +159,32 @@ def test_an_announced_change_is_waited_for_and_newcomers_get_the_state(
         job.participants = Participants(0, (2,))
 
     train_with(job, None, announce)(State(step=0))
-    assert job.pages == ["share", "train 0", "pause 7", "train 2"]
+    assert job.calls == ["send_state", "train 0", "pause 7", "train 2"]
     assert job.held == [HeldState.COMMITTED, HeldState.CURRENT]
 
 
-def test_a_dismissed_rank_ends_without_an_error(job: Runtime) -> None:
+def test_a_dismissed_rank_exits_without_an_error(job: Runtime) -> None:
     def announce() -> None:
         job.change, job.stays = 7, False
 
     with pytest.raises(SystemExit) as caught:
         train_with(job, announce)(State(step=0))
     assert caught.value.code == 0
-    assert job.pages == ["share", "train 0", "pause 7"]
+    assert job.calls == ["send_state", "train 0", "pause 7"]
 
 
-def test_a_failure_restarts_all_from_the_last_commit(job: Runtime) -> None:
+def test_a_failure_restarts_all_ranks_from_the_last_commit(job: Runtime) -> None:
     def fail() -> None:
         raise errors.Mismatch("shapes")
 
     state = State(step=0)
     assert train_with(job, None, None, fail)(state) == 4
-    again = ["restart: shapes", "share", "train 2"]
-    assert job.pages == ["share", "train 0", *again]
+    again = ["restart: shapes", "send_state", "train 2"]
+    assert job.calls == ["send_state", "train 0", *again]
     assert job.held == [HeldState.COMMITTED, HeldState.COMMITTED]
 
 
-def test_a_failure_elsewhere_in_the_last_step_is_one_here(job: Runtime) -> None:
+def test_another_ranks_failure_in_the_last_step_restarts_this_one(job: Runtime) -> None:
     state, checks = State(step=0), []
 
     def check_updates() -> tuple[int, int]:
@@ -196,29 +195,31 @@ def test_a_failure_elsewhere_in_the_last_step_is_one_here(job: Runtime) -> None:
 
     job.patch.setattr(runtime, "check_updates", check_updates)
     assert train_with(job, commits=2)(state) == 2
-    assert job.pages[2:] == ["restart: all ranks start again", "share", "train 2"]
+    assert job.calls[2:] == ["restart: all ranks start again", "send_state", "train 2"]
 
 
-def test_a_pause_that_fails_is_a_failure(job: Runtime) -> None:
+def test_a_failed_pause_restarts_all_ranks(job: Runtime) -> None:
     def announce() -> None:
         job.change, job.pause_fails = 3, 1
 
     assert train_with(job, announce)(State(step=0)) == 4
-    assert job.pages[2:4] == ["pause 3", "restart: while pausing"]
-    # The change is still announced, so the next commit asks again.
-    assert job.pages[4:] == ["share", "train 1", "pause 3", "train 2"]
+    assert job.calls[2:4] == ["pause 3", "restart: while pausing"]
+    # The change is still announced, so the next commit pauses again.
+    assert job.calls[4:] == ["send_state", "train 1", "pause 3", "train 2"]
 
 
-def test_what_fails_three_times_without_a_commit_is_raised(job: Runtime) -> None:
+def test_three_failures_without_a_commit_are_raised(job: Runtime) -> None:
     def fail() -> None:
         raise errors.Mismatch("shapes")
 
     with pytest.raises(errors.Mismatch):
         train_with(job, None, fail, fail, fail, fail)(State(step=0))
-    assert [page for page in job.pages if "restart" in page] == ["restart: shapes"] * 3
+    assert [entry for entry in job.calls if "restart" in entry] == [
+        "restart: shapes"
+    ] * 3
 
 
-def test_programs_for_another_number_of_ranks_are_traced_again(
+def test_programs_are_traced_again_after_a_resize(
     job: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -232,7 +233,7 @@ def test_programs_for_another_number_of_ranks_are_traced_again(
     assert forgotten == [1]
 
 
-def test_ranks_may_be_lost_more_often(job: Runtime) -> None:
+def test_losses_are_not_limited(job: Runtime) -> None:
     def fail() -> None:
         raise errors.PeerLost("rank 2", 2)
 
@@ -242,24 +243,22 @@ def test_ranks_may_be_lost_more_often(job: Runtime) -> None:
 @pytest.mark.parametrize(
     "error", [errors.Fenced("was declared lost", 1), ValueError("the user's")]
 )
-def test_who_is_fenced_or_mistaken_does_not_go_on(
-    job: Runtime, error: Exception
-) -> None:
+def test_permanent_errors_end_the_rank(job: Runtime, error: Exception) -> None:
     def fail() -> None:
         raise error
 
     with pytest.raises(type(error)):
         train_with(job, fail)(State(step=0))
-    assert not [page for page in job.pages if "restart" in page]
+    assert not [entry for entry in job.calls if "restart" in entry]
 
 
-def test_a_newcomer_rehearses_and_keeps_nothing_of_it(job: Runtime) -> None:
+def test_a_joining_rank_discards_its_warmup_steps(job: Runtime) -> None:
     job.newcomer = True
 
     def warm_up(state: State) -> None:
-        job.pages.append("warm up")
+        job.calls.append("warm up")
         state.step = 99
-        state.commit()  # no other rank to agree with
+        state.commit()  # a joining rank commits alone
         state.step = 100
 
     @run(warm_up=warm_up)
@@ -268,33 +267,33 @@ def test_a_newcomer_rehearses_and_keeps_nothing_of_it(job: Runtime) -> None:
 
     state = State(step=0)
     train(state)
-    assert job.pages == ["rehearse", "warm up", "make room", "admit", "share"]
+    assert job.calls == ["rehearse", "warm up", "make room", "admit", "send_state"]
     assert job.held == [HeldState.NOTHING]
     assert state.step == 0
 
 
 @pytest.mark.parametrize("called", [[], ["called alone"]])
-def test_a_newcomer_that_has_called_collectives_calls_the_callbacks_with_the_others(
+def test_callbacks_run_on_a_joining_rank_after_collectives(
     job: Runtime, called: list[str]
 ) -> None:
     state = State(step=0)
-    state.register_reset_callbacks([lambda: job.pages.append("callback")])
-    job.newcomer, job.pages = True, [*called]
+    state.register_reset_callbacks([lambda: job.calls.append("callback")])
+    job.newcomer, job.calls = True, [*called]
     train_with(job)(state)
-    after = ["make room", "admit", *["callback"] * len(called), "share", "train 0"]
-    assert job.pages == [*called, *after]
+    after = ["make room", "admit", *["callback"] * len(called), "send_state", "train 0"]
+    assert job.calls == [*called, *after]
 
 
-def test_run_fn_needs_no_reset_in_an_elastic_job(job: Runtime) -> None:
+def test_run_fn_calls_no_reset_in_an_elastic_job(job: Runtime) -> None:
     def fail(state: State) -> None:
-        if "restart: x" not in job.pages:
+        if "restart: x" not in job.calls:
             raise errors.PeerLost("x")
 
     loop.run_fn(fail, lambda: pytest.fail("was reset"))(State())
-    assert "restart: x" in job.pages
+    assert "restart: x" in job.calls
 
 
-def test_samplers_take_their_shares_by_what_was_agreed(job: Runtime) -> None:
+def test_samplers_use_the_agreed_ranks(job: Runtime) -> None:
     state = State(sampler=ElasticSampler(12, shuffle=False), step=0)
 
     @run
@@ -305,7 +304,7 @@ def test_samplers_take_their_shares_by_what_was_agreed(job: Runtime) -> None:
     assert train(state) == [1, 4, 7, 10]  # worker 5 is rank 1 of 3
 
 
-def test_sigterm_is_a_wish_to_leave(job: Runtime) -> None:
+def test_sigterm_requests_leaving(job: Runtime) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
     @run
@@ -314,14 +313,14 @@ def test_sigterm_is_a_wish_to_leave(job: Runtime) -> None:
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and thread.daemon:
                 thread.join(5)
-        assert "leave" in job.pages
+        assert "leave" in job.calls
 
     train(State(step=0))
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("wish", [0.0, 60.0])
-def test_a_later_sigterm_means_it(
+def test_a_later_sigterm_reaches_the_programs_handler(
     job: Runtime, monkeypatch: pytest.MonkeyPatch, wish: float
 ) -> None:
     monkeypatch.setattr(loop, "_SIGTERM_GRACE", wish)
@@ -333,7 +332,7 @@ def test_a_later_sigterm_means_it(
         def train(state: State) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-            for _ in range(100):  # Python handles it between byte codes
+            for _ in range(100):  # Python calls the handler between byte codes
                 pass
 
         train(State(step=0))
@@ -342,7 +341,7 @@ def test_a_later_sigterm_means_it(
     assert got == [signal.SIGTERM] * (wish == 0.0)
 
 
-def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
+def test_signal_handlers_are_kept_outside_the_main_thread(job: Runtime) -> None:
     seen = []
     before = signal.getsignal(signal.SIGTERM)
 
@@ -367,16 +366,16 @@ def test_in_another_thread_signals_stay_as_they_are(job: Runtime) -> None:
         ([2], 0, ()),
     ],
 )
-def test_who_sends_the_state_to_whom(held, source, receivers) -> None:
+def test_source_and_receivers_of_the_state(held, source, receivers) -> None:
     assert sync_plan.choose_participants(held, [0, 1, 2]) == Participants(
         source, receivers
     )
-    # This rank is the second of a group of two.
+    # With groups of two, this replica's ranks are the second ranks of the groups.
     elsewhere = Participants(2 * source + 1, tuple(2 * r + 1 for r in receivers))
     assert sync_plan.choose_participants(held, [1, 3, 5]) == elsewhere
 
 
-def test_a_state_that_nobody_has_is_not_made_up(
+def test_a_lost_state_is_an_error_or_comes_from_a_checkpoint(
     job: Runtime, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.newcomer, job.lost = True, True
@@ -413,9 +412,7 @@ def test_rank_0_writes_its_last_commit_when_it_leaves(
 
 
 @pytest.mark.parametrize("times", [1, 5])
-def test_a_loss_before_the_state_is_sent_starts_again_and_uses_up_no_attempts(
-    job: Runtime, times: int
-) -> None:
+def test_a_loss_before_the_sync_counts_as_no_attempt(job: Runtime, times: int) -> None:
     def agree(held: HeldState) -> SyncPlan:
         agreed = job.agree(held)
         if held and len(job.held) <= times:
@@ -424,6 +421,6 @@ def test_a_loss_before_the_state_is_sent_starts_again_and_uses_up_no_attempts(
 
     job.patch.setattr(sync_plan, "negotiate", agree)
     assert train_with(job)(State(step=0)) == 4
-    assert job.pages[times:] == ["share", "train 0"]
+    assert job.calls[times:] == ["send_state", "train 0"]
     why = "restart: a rank was lost just before"
-    assert all(page.startswith(why) for page in job.pages[:times])
+    assert all(entry.startswith(why) for entry in job.calls[:times])

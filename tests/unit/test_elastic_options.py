@@ -1,4 +1,4 @@
-"""Options of elastic jobs: defaults, and combinations that are refused."""
+"""Tests of the options of elastic jobs: defaults, and refused combinations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ringjax.run.job_setup import make_job
 
 
 def parsed(*words: str) -> Job:
-    """Makes the job of a command line."""
+    """Parses a command line of ringrun into a job."""
     args = options.parse([*words, "true"], "")
     config = Config.from_env(options.environment(args))
     spec = JobSpec(command=args.command, env={}, config=config)
@@ -63,7 +63,7 @@ def elastic(*words: str) -> ElasticSettings:
         ),
     ],
 )
-def test_numbers(words: str, expected: tuple[Any, ...]) -> None:
+def test_process_numbers_and_hosts(words: str, expected: tuple[Any, ...]) -> None:
     found = elastic(*words.split())
     assert (found.np, found.min_np, found.max_np, found.hosts) == expected
 
@@ -122,22 +122,22 @@ def test_other_options() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_together_is_said(words: str, message: str) -> None:
+def test_contradictory_options_are_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parsed(*words.split())
     assert str(caught.value).startswith(message)
 
 
-def test_a_job_with_none_of_them_is_not_elastic() -> None:
+def test_a_job_without_these_options_is_not_elastic() -> None:
     assert parsed("-np", "3")._policy is None
 
 
-def test_an_empty_script_is_none() -> None:
+def test_an_empty_script_is_refused() -> None:
     with pytest.raises(ValueError, match="--host-discovery-script: no command given"):
         parsed("--host-discovery-script", " ")
 
 
-def test_in_python_they_have_names_of_python() -> None:
+def test_errors_of_run_use_python_names() -> None:
     with pytest.raises(ValueError, match=r"^max_np: only for elastic jobs; add min_np"):
         run(print, np=2, max_np=3)
     with pytest.raises(ValueError, match=r"^min_np 3: more than np 2$"):
@@ -161,7 +161,7 @@ def test_run_of_an_elastic_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["cat hosts", "./find hosts"])
-def test_a_script_and_its_hosts(
+def test_ringrun_with_a_discovery_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     (tmp_path / "hosts").write_text("localhost\n")

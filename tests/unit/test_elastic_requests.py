@@ -1,4 +1,4 @@
-"""The requests of a program that pauses. The test simulates the world."""
+"""Tests of pause requests to the coordinator. A fake world simulates the events."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ringjax.runtime import elastic_requests, lifecycle
 
 
 class World:
-    """An elastic world in epoch 5. Each wait handles the next of `events`."""
+    """A fake elastic world in epoch 5. Each wait calls the next of `events`."""
 
     def __init__(self, *events: Callable[[World], None]) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.epoch_info = SimpleNamespace(epoch=5)
         self.resizes = 0
         self.dismissed = self.restart_pending = False
-        self.local_devices, self.devices = None, self  # none to connect
+        self.local_devices, self.devices = None, self  # no device to connect
         self.client = self
         self.said: list[tuple[int, int]] = []
         self._events = list(events)
@@ -70,7 +70,7 @@ def dismiss(world: World) -> None:
     world.dismissed = True
 
 
-def test_a_pause_is_asked_for_again_after_a_repair(
+def test_a_pause_is_requested_again_after_a_repair(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(repair, repair, resize)
@@ -78,7 +78,7 @@ def test_a_pause_is_asked_for_again_after_a_repair(
     assert world.said == [(5, 3), (6, 3), (7, 3)]
 
 
-def test_a_pause_that_a_loss_has_followed_is_over(
+def test_a_loss_after_a_resize_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World(lambda w: (resize(w), repair(w)))
@@ -93,10 +93,10 @@ def test_a_dismissed_rank_does_not_pause(
     assert not pause(world, monkeypatch)
 
 
-def test_no_pause_is_asked_for_where_all_start_again(
+def test_no_pause_is_requested_before_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The coordinator would count the request for the first pause of the new epoch.
+    # The coordinator would take the request for one of the new epoch's first pause.
     world = World()
     restart(world)
     with pytest.raises(PeerLost, match="starts again"):

@@ -1,4 +1,4 @@
-"""ElasticSampler: the samples of each rank, and no loss of samples if ranks change."""
+"""Tests of ElasticSampler: the samples of each rank, and Horovod's attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def samplers(as_rank, size: int, count: int, **options) -> list[ElasticSampler]:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize("count", [0, 1, 2, 12, 13])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_all_samples_are_given_and_all_ranks_take_as_many_steps(
+def test_samplers_cover_all_samples_in_equal_steps(
     as_rank, size: int, count: int, shuffle: bool
 ) -> None:
     everyone = samplers(as_rank, size, count, shuffle=shuffle)
@@ -43,7 +43,7 @@ def test_all_samples_are_given_and_all_ranks_take_as_many_steps(
     assert sum(given_out.values()) - count < max(size, 1)  # padding of the last step
 
 
-def test_the_order_depends_on_seed_and_epoch_alone(as_rank) -> None:
+def test_the_order_depends_only_on_seed_and_epoch(as_rank) -> None:
     as_rank(0, 1)
     first, second = ElasticSampler(range(50)), ElasticSampler(range(50))
     assert list(first) == list(second) == list(first) != list(range(50))
@@ -55,7 +55,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(as_rank) -> None:
     assert list(ElasticSampler(range(50), shuffle=False)) == list(range(50))
 
 
-def test_horovods_bookkeeping(as_rank) -> None:
+def test_processed_samples_as_in_horovod(as_rank) -> None:
     as_rank(1, 3)
     sampler = ElasticSampler(range(24))
     assert len(sampler) == 8 and sampler.processed_indices == set()
@@ -63,7 +63,7 @@ def test_horovods_bookkeeping(as_rank) -> None:
     sampler.record_batch(1, 2)
     assert sampler.processed_num == 12
     assert sampler.state_dict() == {"epoch": 0, "processed_num": 12, "returned": []}
-    assert len(sampler) == 8  # until the state is loaded again
+    assert len(sampler) == 8  # loading the state resets the length
     sampler.load_state_dict(sampler.state_dict())
     assert len(sampler) == 4 and len(sampler.remaining_indices) == 12
     assert sampler.processed_indices == set(range(24)) - set(sampler.remaining_indices)

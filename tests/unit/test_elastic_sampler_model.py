@@ -1,8 +1,8 @@
-"""Every sample is used once although ranks die, join and roll back: a model of a job.
+"""Tests that each sample is used once although ranks die, join, and roll back.
 
-The model is a job of several ranks in one process, whose ranks do what the runtime's
-promises allow: a rank dies in a step before or after its part is in the result, and the
-others learn of it together, at their next commit.
+A model of a job has several ranks in one process. A rank may die in a step before or
+after its gradients are in the result. The other ranks detect the death at their next
+commit, as in a real job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ringjax.elastic.transfer import Participants
 
 @dataclass
 class Rank:
-    """A rank with its sampler and its position in its share."""
+    """A rank with its sampler, its share of the samples, and its position there."""
 
     worker: int
     sampler: ElasticSampler
@@ -30,7 +30,7 @@ class Rank:
 
 
 class Job:
-    """An elastic job. Processed samples are counted per step and kept at commits."""
+    """An elastic job. `pending` has the samples since the last commit, `done` older."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int, size: int) -> None:
         self.patch = patch
@@ -59,7 +59,7 @@ class Job:
         self.patch.setattr(sync_plan, "own_number", lambda: worker)
 
     def cut(self, state=None) -> None:
-        """Gives all ranks new shares, of the state's remaining samples if given."""
+        """Divides the remaining samples among all ranks, after loading any `state`."""
         for rank in self.ranks:
             self.become(rank.worker)
             if state is None:
@@ -69,7 +69,7 @@ class Job:
             rank.share, rank.at = list(rank.sampler), 0
 
     def step(self, batch: int, dies: int, in_result: bool) -> None:
-        """Makes a step. If rank `dies` exists, the job loses it during the step."""
+        """Runs a step. Rank `dies`, if it exists, dies during the step."""
         lost = [self.ranks[dies]] if dies < len(self.ranks) > 1 else []
         stays = [rank for rank in self.ranks if rank not in lost]
         part = self.ranks if in_result else stays
@@ -91,7 +91,7 @@ class Job:
         assert all(state == states[0] for state in states)
 
     def commit(self, joining: int) -> None:
-        """Commits the state. If ranks have left or joined, all get new shares."""
+        """Commits the state. Divides the samples again if ranks have left or joined."""
         self.commit_state = self.ranks[0].sampler.state_dict()
         self.done += self.pending
         self.pending = []
@@ -100,7 +100,7 @@ class Job:
             self.meet(joining, None)
 
     def restart(self, dies: int, joining: int) -> None:
-        """Rolls all ranks back to the last commit; ranks may be lost and join."""
+        """Rolls all ranks back to the last commit. A rank may die, others may join."""
         if dies < len(self.ranks) > 1:
             self.ranks.pop(dies)
         self.pending = []
@@ -137,7 +137,7 @@ def test_every_sample_is_in_one_committed_step(count: int, size: int, events) ->
         for name, *arguments in events:
             getattr(job, name)(*arguments)
         job.commit(0)
-        # A program continues until no samples are left, also none of lost ranks.
+        # A program continues until no samples are left, including those of lost ranks.
         for _ in range(3 + count):
             while job.ranks[0].at < len(job.ranks[0].share):
                 job.step(3, 9, True)
@@ -153,7 +153,7 @@ def test_every_sample_is_in_one_committed_step(count: int, size: int, events) ->
         assert job.ranks[0].sampler.processed_indices == set(range(count))
 
 
-def test_what_a_lost_rank_had_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_lost_rank_are_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, 12, 3)
     had = job.ranks[1].share[:2]
     job.step(2, 1, False)
@@ -163,12 +163,12 @@ def test_what_a_lost_rank_had_comes_again(monkeypatch: pytest.MonkeyPatch) -> No
     left = sorted(job.ranks[0].sampler.remaining_indices)
     assert set(had) < set(left) and len(left) == 8
     assert [len(rank.share) for rank in job.ranks] == [4, 4]
-    # Two ranks share the samples now, and a joining rank gets a part.
+    # Two ranks have equal shares now. A third rank joins and receives a share.
     job.commit(1)
     assert [len(rank.share) for rank in job.ranks] == [3, 3, 3]
 
 
-def test_a_rank_that_dies_after_its_part_is_in_the_result_costs_nothing(
+def test_a_death_after_the_reduction_returns_no_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(monkeypatch, 12, 3)
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_after_its_part_is_in_the_result_costs_nothing(
     assert job.ranks[0].sampler.state_dict() == state
 
 
-def test_the_sampler_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_a_batch_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, 12, 3)
     waited = []
     job.ranks[0].sampler.wait = lambda: waited.append(1)

@@ -1,4 +1,4 @@
-"""Tests of State: JAX's trees, arrays, objects with a state; donated memory."""
+"""Tests of State: trees, arrays, objects with state_dict, and donated memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _job_of_one():
 
 
 def fresh(value: float = 1.0) -> jax.Array:
-    """An array that owns its memory, so that it can be donated."""
+    """Returns an array that owns its memory and can therefore be donated."""
     return jax.block_until_ready(jnp.full((5, 7), value) * 1.0)
 
 
 def sent(state, own, *, allow_pickle: bool = False):
-    """Encodes `state` and decodes it at a receiver whose state is `own`."""
+    """Encodes `state` and decodes it on a rank whose own state is `own`."""
     encoded = StateEncoder(state, allow_pickle=allow_pickle)
     made = StateDecoder(encoded.structure, own, allow_pickle=allow_pickle)
     for room, data in zip(made.memory, encoded.memory, strict=True):
@@ -43,7 +43,7 @@ def sent(state, own, *, allow_pickle: bool = False):
 # -- commits ---------------------------------------------------------------------------
 
 
-def test_jax_arrays_are_kept_without_a_copy_once_a_step_has_not_donated() -> None:
+def test_undonated_jax_arrays_are_saved_without_a_copy() -> None:
     state = elastic.State(x=fresh(), step=0)
     for step in (1, 2):
         state.x, state.step = STEP(state.x), step
@@ -56,7 +56,7 @@ def test_jax_arrays_are_kept_without_a_copy_once_a_step_has_not_donated() -> Non
 
 
 @pytest.mark.parametrize("fails_after", [0, 1, 2, 3])
-def test_a_donated_array_comes_back(fails_after: int) -> None:
+def test_donated_arrays_are_restored(fails_after: int) -> None:
     state = elastic.State(x=fresh(), step=0)
     for step in range(1, fails_after + 1):
         state.x, state.step = DONATING(state.x), step
@@ -69,7 +69,7 @@ def test_a_donated_array_comes_back(fails_after: int) -> None:
         assert state.step == fails_after
 
 
-def test_a_program_that_begins_to_donate_gets_a_clear_error() -> None:
+def test_a_late_donation_raises_a_clear_error() -> None:
     state = elastic.State(x=fresh())
     for _ in range(2):
         state.x = STEP(state.x)
@@ -81,11 +81,11 @@ def test_a_program_that_begins_to_donate_gets_a_clear_error() -> None:
     state.x = fresh(7)
     state.commit()
     DONATING(state.x)
-    state.restore()  # restore reveals it
+    state.restore()  # works, because commits copy x since the first restore
     np.testing.assert_array_equal(state.x, np.full((5, 7), 7.0))
 
 
-def test_what_is_known_of_donation() -> None:
+def test_names_to_copy() -> None:
     donation, x = Donation(), fresh()
     assert donation.names_to_copy({"x": x, "n": 1}) == {"x", "n"}
     assert donation.names_to_copy({"x": x}) == {"x"}  # no step has run
@@ -96,7 +96,7 @@ def test_what_is_known_of_donation() -> None:
     assert donation.names_to_copy({"x": z}) == set()
     w = DONATING(z)
     assert donation.names_to_copy({"x": w}) == {"x"}
-    assert donation.names_to_copy({"x": STEP(w)}) == {"x"}  # stays so
+    assert donation.names_to_copy({"x": STEP(w)}) == {"x"}  # remains after one donation
 
 
 def test_a_failed_program_is_not_committed() -> None:
@@ -116,7 +116,7 @@ def test_a_failed_program_is_not_committed() -> None:
     np.testing.assert_array_equal(state.x, np.ones((5, 7)))
 
 
-def test_trees_are_kept_with_their_types() -> None:
+def test_trees_keep_their_types() -> None:
     tx = optax.adam(1e-3)
     params = {"w": fresh(), "b": [np.zeros(3), fresh(2)]}
     state = elastic.State(
@@ -132,7 +132,7 @@ def test_trees_are_kept_with_their_types() -> None:
     assert jnp.issubdtype(state.key.dtype, jax.dtypes.prng_key)
 
 
-def test_objects_with_a_state_of_their_own() -> None:
+def test_objects_with_state_dict() -> None:
     class Counter:
         def __init__(self) -> None:
             self.count = [0]
@@ -156,7 +156,7 @@ def test_objects_with_a_state_of_their_own() -> None:
     assert other.count == [7]
 
 
-def test_a_state_of_ones_own_kind_as_in_horovod() -> None:
+def test_custom_states_as_in_horovod() -> None:
     class Mine(elastic.State):
         def __init__(self, **kwargs) -> None:
             self.early = 1  # before the base class is initialised
@@ -185,7 +185,7 @@ def test_a_state_of_ones_own_kind_as_in_horovod() -> None:
 # -- sending to another rank -----------------------------------------------------------
 
 
-def test_all_kinds_of_values_arrive() -> None:
+def test_all_kinds_of_values_can_be_sent() -> None:
     tx = optax.adam(1e-3)
     moments = tx.init(fresh())
     moments = (moments[0]._replace(count=jnp.asarray(5, jnp.int32)), *moments[1:])
@@ -213,13 +213,13 @@ def test_all_kinds_of_values_arrive() -> None:
     assert got["params"]["b"][1].flags.writeable
 
 
-def test_a_type_that_gives_way_stays_one() -> None:
+def test_weak_types_stay_weak() -> None:
     weak = jnp.asarray(1.5)
     assert sent({"x": weak}, {})["x"].weak_type
     assert not sent({"x": jnp.float32(1.5)}, {})["x"].weak_type
 
 
-def test_states_that_are_made_in_another_way() -> None:
+def test_states_of_another_structure_are_refused() -> None:
     moments = optax.adam(1e-3).init(fresh())
     with pytest.raises(ValueError, match=r"state\.m\[0\].*ScaleByAdamState.*a None"):
         sent({"m": moments}, {"m": None})
@@ -228,7 +228,7 @@ def test_states_that_are_made_in_another_way() -> None:
         sent({"m": moments}, {"m": other})
 
 
-def test_what_cannot_be_sent() -> None:
+def test_unsupported_values_are_refused() -> None:
     with pytest.raises(TypeError, match=r"state\.f\[0\] is a builtins\.object"):
         sent({"f": [object()]}, {})
     got = sent({"f": [range(3)]}, {}, allow_pickle=True)
@@ -238,7 +238,7 @@ def test_what_cannot_be_sent() -> None:
         StateDecoder(pickled.structure, {}, allow_pickle=False)
 
 
-def test_structures_are_mapped_to_their_likes() -> None:
+def test_mapping_keeps_the_structure() -> None:
     tree = {"a": [1, (fresh(), None)], "s": optax.EmptyState()}
     assert values.leaves(tree)[0] == 1 and len(values.jax_arrays(tree)) == 1
     again = values.mapped(tree, lambda leaf: leaf)
@@ -248,8 +248,8 @@ def test_structures_are_mapped_to_their_likes() -> None:
 # -- sync ------------------------------------------------------------------------------
 
 
-def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
-    """Outside of `run`, only `sync` makes states equal, as in Horovod."""
+def test_sync_resets_the_samplers_share_on_rank_0() -> None:
+    """`sync` also changes rank 0's own sampler, because it has to match the others."""
     sampler = elastic.ElasticSampler(8, shuffle=False)
     state = elastic.State(sampler=sampler)
     for number, rows in enumerate(sampler.batches(2)):
@@ -263,7 +263,7 @@ def test_sync_cuts_what_remains_on_the_rank_that_sends_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int4"])
-def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
+def test_dtypes_missing_in_numpy_are_sent(name: str) -> None:
     there, here = jnp.full(3, 2, name), jnp.zeros(3, name)
     state = {"x": there, "np": np.asarray(there)}
     found = sent(state, {"x": here, "np": np.asarray(here)})
@@ -275,7 +275,7 @@ def test_dtypes_that_numpy_does_not_have_are_sent(name: str) -> None:
 
 
 class Model:
-    """A model like those of equinox: functions and settings are leaves, too."""
+    """A model like Equinox's, in which functions and settings are leaves too."""
 
     def __init__(self, *parts) -> None:
         self.parts = parts
@@ -286,7 +286,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def test_a_model_with_functions_is_sent_without_them() -> None:
+def test_functions_in_a_model_are_not_sent() -> None:
     def model(value: float, act=jax.nn.relu) -> Model:
         return Model(jnp.full(2, value), act, "same", None, [jax.nn.tanh])
 

@@ -1,4 +1,4 @@
-"""Sends a state from a rank to others over links. The ranks are threads."""
+"""Tests of sending a state from a rank to others over links. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ here = threading.local()
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch):
-    """Runs a function as each of five ranks. Only ranks 1, 3 and 4 have links."""
+    """Runs a function in a thread for each of five ranks. Ranks 1, 3, 4 have links."""
     chosen = [1, 3, 4]
     world = _native.local_world([0, 0, 0])
     monkeypatch.setattr(runtime, "rank", lambda: here.rank)
@@ -61,13 +61,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch):
     yield run
     while world:
         world.pop().close()
-    gc.collect()  # exceptions hold frames that hold communicators
+    gc.collect()  # frames of caught exceptions refer to communicators
 
 
 def state(value: float) -> dict[str, Any]:
     rng = np.random.default_rng(int(value))
     return {
-        # More than a chunk, and pieces that cross the borders of chunks.
+        # This array is larger than a chunk, and others cross the border of a chunk.
         "params": {"w": jnp.asarray(rng.random((1531, 1733), np.float32))},
         "many": [np.full(n, value) for n in (0, 1, 1027, 99_991, 1_000_003)],
         "step": int(value),
@@ -75,7 +75,7 @@ def state(value: float) -> dict[str, Any]:
     }
 
 
-def test_newcomers_get_what_the_source_has_and_nobody_else_takes_part(ranks) -> None:
+def test_only_source_and_receivers_take_part(ranks) -> None:
     found = ranks(lambda rank: transfer.broadcast_state(state(rank)))
     assert [found[rank] for rank in (0, 2, 3)] == [None] * 3
     for rank in (1, 4):
@@ -91,14 +91,14 @@ def test_newcomers_get_what_the_source_has_and_nobody_else_takes_part(ranks) -> 
         assert jax.random.uniform(got["key"]) == jax.random.uniform(want["key"])
 
 
-def test_memory_that_arrives_is_not_copied_again() -> None:
+def test_received_memory_is_not_copied() -> None:
     data = transfer.StateEncoder({"x": np.ones(5)}, allow_pickle=False)
     made = transfer.StateDecoder(data.structure, {}, allow_pickle=False)
     made.memory[0][:] = data.memory[0]
     assert made.values()["x"].ctypes.data == made.memory[0].ctypes.data
 
 
-def test_room_that_was_made_before_is_used() -> None:
+def test_preallocated_memory_is_used() -> None:
     transfer.preallocate({"x": np.ones(5), "y": np.ones(5), "z": np.ones(6)})
     (spec,) = transfer.StateEncoder({"x": np.ones(5)}, allow_pickle=False).leaves
     rooms = [spec.memory() for _ in range(3)]
@@ -108,7 +108,7 @@ def test_room_that_was_made_before_is_used() -> None:
     assert not leaf._reserved
 
 
-def test_what_cannot_be_sent_is_an_error_on_both_ends(ranks) -> None:
+def test_an_unsupported_value_raises_on_both_ends(ranks) -> None:
     found = ranks(lambda rank: transfer.broadcast_state({"f": [object()]}))
     assert isinstance(found[3], TypeError) and "state of rank 3" in str(found[3])
     for rank in (1, 4):
@@ -117,7 +117,7 @@ def test_what_cannot_be_sent_is_an_error_on_both_ends(ranks) -> None:
     assert found[0] is None and found[2] is None
 
 
-def test_a_rank_that_goes_is_named(ranks) -> None:
+def test_a_lost_rank_is_named(ranks) -> None:
     def work(rank: int) -> Any:
         if rank == 4:
             for number in range(3):
@@ -130,7 +130,7 @@ def test_a_rank_that_goes_is_named(ranks) -> None:
         assert isinstance(found[rank], errors.PeerLost) and found[rank].rank == 4
 
 
-def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "CHUNK", 10)
     memory = [np.arange(n, dtype=np.uint8) for n in (3, 0, 7, 25, 1)]
     pieces = list(transfer._chunks(memory))
@@ -139,5 +139,5 @@ def test_pieces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(together, np.concatenate(memory))
 
 
-def test_nothing_to_send_needs_no_job() -> None:
+def test_an_empty_state_needs_no_links() -> None:
     assert transfer.broadcast_state({}) is None

@@ -1,4 +1,4 @@
-"""Epochs of an elastic world that fail before they are formed."""
+"""Tests of epochs of an elastic world that fail while they are formed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ringjax.world.world import World
 
 
 class EpochBuilder:
-    """Forms epochs with a heartbeat, whose links then break."""
+    """A fake that builds epochs with a heartbeat and then fails to connect links."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -37,12 +37,13 @@ class EpochBuilder:
         raise PeerLost("rank 2 closed its connection", 2)
 
 
-def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
-    # Another member may have formed the epoch and not know yet that it has ended.
+def test_an_abandoned_epoch_does_not_look_like_a_death() -> None:
+    # Another member may have formed the epoch already. It must not take the end of this
+    # rank's heartbeat for a death.
     mine, theirs = socket.socketpair()
-    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    wakeup = os.eventfd(0, os.EFD_NONBLOCK)
     other = _native.Heartbeat(
-        1, ["", ""], [(0, theirs.detach())], interval=0.05, timeout=60, notify=bell
+        1, ["", ""], [(0, theirs.detach())], interval=0.05, timeout=60, notify=wakeup
     )
     builder = EpochBuilder(mine)
     world: Any = World.__new__(World)
@@ -56,15 +57,15 @@ def test_an_epoch_that_is_given_up_is_no_death_of_this_rank() -> None:
     everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
     order = EpochDirective(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
 
-    def rung() -> bool:
+    def woken() -> bool:
         with contextlib.suppress(BlockingIOError):
-            return os.eventfd_read(bell) > 0
+            return os.eventfd_read(wakeup) > 0
         return False
 
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, bell)
+        stack.callback(os.close, wakeup)
         stack.callback(other.close)
         with pytest.raises(PeerLost, match="rank 2"):
             World.link(world, [order], None)
-        until(rung)  # the heartbeat has received the end
+        until(woken)  # the other heartbeat has received the end
         assert other.lost() == []

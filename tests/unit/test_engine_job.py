@@ -1,4 +1,4 @@
-"""Jobs whose processes an engine starts: tickets, losses, results and errors."""
+"""Tests of jobs whose processes an engine starts: tickets, losses, and results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("end", ringjax.rank(), ringjax.size())
 
 
 class Processes:
-    """An engine that can only start processes and notice their ends."""
+    """A minimal engine, which starts processes and detects their ends."""
 
     def __init__(self) -> None:
         self._all: list[subprocess.Popen[str]] = []
@@ -82,7 +82,9 @@ def engine() -> Iterator[Processes]:
         (["a", "b", "a"], ["0 3 0 2 3", "1 3 0 2 3", "2 3 1 1 3"]),
     ],
 )
-def test_a_static_job(engine: Processes, nodes: list[str], expected: list[str]) -> None:
+def test_a_job_of_fixed_size(
+    engine: Processes, nodes: list[str], expected: list[str]
+) -> None:
     with EngineJob(len(nodes), hosts=["127.0.0.1"]) as job:
         for _ in range(2):  # tickets can be used again
             tickets = job.tickets(nodes)
@@ -96,7 +98,7 @@ def test_a_static_job(engine: Processes, nodes: list[str], expected: list[str]) 
             job.again()
 
 
-def test_the_first_to_blame_is_named(engine: Processes) -> None:
+def test_the_first_failed_worker_is_named(engine: Processes) -> None:
     script = RANK + "\nif ringjax.rank() == 1: raise ValueError('boom')\n"
     script += "eager.barrier()\n"
     with EngineJob(2, hosts=["127.0.0.1"]) as job:
@@ -114,7 +116,7 @@ def test_the_first_to_blame_is_named(engine: Processes) -> None:
     assert "Traceback" in str(e.value)
 
 
-def test_a_worker_that_was_sent_away_returns_before_the_job_has_heard_of_it() -> None:
+def test_a_dismissed_worker_may_return_before_its_event() -> None:
     with EngineJob(2, min_size=1, hosts=["127.0.0.1"]) as job:
         job.tickets(["one", "two"])
         assert job._coordinator is not None
@@ -124,7 +126,7 @@ def test_a_worker_that_was_sent_away_returns_before_the_job_has_heard_of_it() ->
 
 
 @pytest.mark.parametrize("certain", [True, False])
-def test_newcomers_begin_afresh_if_the_last_member_has_ended(certain: bool) -> None:
+def test_joining_workers_start_again_if_the_last_member_ended(certain: bool) -> None:
     with EngineJob(1, min_size=1, max_size=2, hosts=["127.0.0.1"]) as job:
         job.tickets(["one"])
         job.ticket(1, "two")
@@ -135,7 +137,7 @@ def test_newcomers_begin_afresh_if_the_last_member_has_ended(certain: bool) -> N
         assert job.over == (not certain)  # an unreachable worker may still run
 
 
-def test_a_worker_that_never_became_a_member_is_named() -> None:
+def test_a_worker_that_failed_before_joining_is_named() -> None:
     with EngineJob(2, min_size=1, hosts=["127.0.0.1"]) as job:
         job.tickets(["one", "two"])
         job.lost(1, "Traceback\nValueError: boom")
@@ -148,7 +150,7 @@ def test_a_worker_that_never_became_a_member_is_named() -> None:
             job.results()
 
 
-def test_an_elastic_job(engine: Processes) -> None:
+def test_a_job_of_variable_size(engine: Processes) -> None:
     notes: list[str] = []
     with EngineJob(
         2, min_size=1, max_size=3, hosts=["127.0.0.1"], note=notes.append
@@ -184,7 +186,7 @@ def _until(job: EngineJob, condition: Callable[[], object]) -> None:
     until(lambda: (job.poll(), condition())[1])
 
 
-def test_who_never_comes_is_named(engine: Processes) -> None:
+def test_missing_workers_are_named(engine: Processes) -> None:
     env = {"RINGJAX_START_TIMEOUT": "4"}
     with EngineJob(2, hosts=["127.0.0.1"], env=env) as job:
         tickets = job.tickets(["one", "two"])
@@ -211,7 +213,7 @@ def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
         EngineJob(**sizes)  # type: ignore[arg-type]
 
 
-def test_a_number_of_nodes_that_does_not_fit() -> None:
+def test_a_node_count_must_divide_the_size() -> None:
     with (
         EngineJob(2, hosts=["127.0.0.1"]) as job,
         pytest.raises(ValueError, match="2 workers, but 1 nodes"),
@@ -219,7 +221,7 @@ def test_a_number_of_nodes_that_does_not_fit() -> None:
         job.tickets(["one"])
 
 
-def test_another_job_starts_inside_a_rank_without_its_place(
+def test_a_nested_job_ignores_the_outer_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outer = {"RINGJAX_RANK": "3", "RINGJAX_SIZE": "4", "RINGJAX_SECRET": "ab" * 32}
@@ -234,7 +236,7 @@ def test_another_job_starts_inside_a_rank_without_its_place(
     assert "RINGJAX_ELASTIC" not in ticket
 
 
-def test_places_of_uneven_nodes() -> None:
+def test_local_ranks_of_uneven_nodes() -> None:
     found = places(["b", "a", "b", "b"])
     keys = ("RINGJAX_RANK", "RINGJAX_LOCAL_RANK", "RINGJAX_CROSS_SIZE")
     assert [tuple(place[key] for key in keys) for place in found] == [
@@ -245,7 +247,7 @@ def test_places_of_uneven_nodes() -> None:
     ]
 
 
-def test_a_visit_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+def test_run_as_rank_restores_the_environment(tmp_path: Path) -> None:
     before = dict(os.environ)
     assert run_as_rank({"OURS": "yes"}, os.getenv, ["OURS"]) == "yes"
     assert run_as_rank({}, sys.exit) is None
@@ -254,8 +256,8 @@ def test_a_visit_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
     assert dict(os.environ) == before
 
 
-def test_another_driver_takes_its_place(engine: Processes) -> None:
-    """The first job has ended. The second has the same port, secret and number."""
+def test_workers_can_join_a_new_driver_at_the_old_address(engine: Processes) -> None:
+    """The first job has ended. The second has the same port, secret, and job number."""
     script = RANK + LOOP
     with EngineJob(2, min_size=1, max_size=3, hosts=["127.0.0.1"]) as first:
         tickets = first.tickets(["one", "two"])

@@ -1,4 +1,4 @@
-"""Failpoints: their syntax and their actions, without jobs."""
+"""Tests of the syntax and the actions of failpoints, without jobs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def disarmed() -> Iterator[None]:
     failpoints.arm("", None)
 
 
-def test_the_core_has_the_points_that_can_be_named() -> None:
+def test_the_core_knows_its_failpoints() -> None:
     assert tuple(_native.failpoints()) == failpoints.NATIVE
 
 
-def test_every_point_is_somewhere() -> None:
+def test_every_failpoint_is_in_the_source() -> None:
     text = "".join(p.read_text() for p in (ROOT / "ringjax").rglob("*.py"))
     for point in failpoints.POINTS:
         assert text.count(f'failpoints.passing("{point}")') >= 1, point
@@ -45,12 +45,12 @@ def test_every_point_is_somewhere() -> None:
         ("join.ready=kill, join.admitted=kill", "POINT=ACTION"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, expected: str) -> None:
+def test_bad_failpoints_are_refused(text: str, expected: str) -> None:
     with pytest.raises(ValueError, match=f"RINGJAX_FAILPOINTS is .*{expected}"):
         Config.from_env({"RINGJAX_FAILPOINTS": text})
 
 
-def test_the_passage_and_the_process_that_were_meant() -> None:
+def test_a_failpoint_acts_at_its_pass_and_process() -> None:
     failpoints.arm("join.ready=error@3#2; join.ready=enospc@4#1; pause.said=eof", 3)
     failpoints.passing("join.ready")
     with pytest.raises(RingjaxError, match=r"failpoint join\.ready"):
@@ -63,14 +63,14 @@ def test_the_passage_and_the_process_that_were_meant() -> None:
     failpoints.passing("pause.said")
 
 
-def test_sleeping_takes_its_time() -> None:
+def test_sleep_delays_the_caller() -> None:
     failpoints.arm("join.ready=sleep(0.05)@any", None)
     before = time.monotonic()
     failpoints.passing("join.ready")
     assert time.monotonic() - before >= 0.05
 
 
-def test_a_memory_that_is_full() -> None:
+def test_enospc_raises_oserror() -> None:
     failpoints.arm("memory.make=enospc", None)
     with pytest.raises(OSError, match="No space left") as caught:
         create(4096)
@@ -81,7 +81,7 @@ def test_a_memory_that_is_full() -> None:
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -9), ("exit(7)", 7)])
 @pytest.mark.parametrize("point", ["join.ready", "call.agreed"])
-def test_a_process_ends_there(point: str, action: str, code: int) -> None:
+def test_failpoints_can_end_the_process(point: str, action: str, code: int) -> None:
     script = f"""
 from ringjax import _native, failpoints
 failpoints.arm("{point}={action}#2", 0)

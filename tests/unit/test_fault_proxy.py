@@ -1,7 +1,7 @@
-"""A rank soon joins its coordinator through a bad network, or says why it cannot.
+"""Tests of joining a coordinator through slow, damaging, and silent networks.
 
-Nothing that was damaged is ever believed, and the server serves on. All of it in the
-clear and, where Python can, in TLS.
+A rank joins or raises an error in time. Damaged data are detected, and the server
+continues to serve. Each test runs with plain and, if Python supports it, TLS links.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
-# The caller sends an introduction, a proof, and then sealed messages.
+# The sizes of the handshake in bytes from caller to server, and back.
 HANDSHAKE_UP, HANDSHAKE_DOWN = 100, 97
-# The hello of TLS and what ends it; the other end's hello.
+# The additional bytes with TLS from caller to server, and back.
 TLS_UP, TLS_DOWN = 343, 225
 
 
@@ -60,7 +60,7 @@ def _target(server: Coordinator) -> tuple[str, int]:
     [Fault(delay=0.05), Fault(rate=2000.0), Fault(drip=1), Fault(drip=7, delay=0.005)],
     ids=["delay", "rate", "bytes one by one", "slow pieces"],
 )
-def test_a_slow_network_is_no_failure(server: Coordinator, fault: Fault) -> None:
+def test_joining_through_a_slow_network(server: Coordinator, fault: Fault) -> None:
     with FaultProxy(_target(server), up=fault, down=fault) as proxy:
         client = _join(server, proxy, LONG)
         assert client.exchange("value", LONG, "a value") == ["value"]
@@ -69,7 +69,7 @@ def test_a_slow_network_is_no_failure(server: Coordinator, fault: Fault) -> None
 
 @pytest.mark.parametrize("direction", ["up", "down"])
 @pytest.mark.timeout(120)
-def test_no_damage_is_believed(
+def test_damaged_connections_are_refused(
     server: Coordinator, direction: str, request: pytest.FixtureRequest
 ) -> None:
     size = HANDSHAKE_UP if direction == "up" else HANDSHAKE_DOWN
@@ -89,10 +89,10 @@ def test_no_damage_is_believed(
         _join(server, proxy).close()
 
 
-def test_a_silent_network_is_given_up_in_time(
+def test_joining_through_a_silent_network_times_out(
     server: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit also holds if a handshake may take longer than the limit."""
+    """The limit of `join` also holds if it is less than the handshake's timeout."""
     monkeypatch.setattr("ringjax.control.connecting.HANDSHAKE_TIMEOUT", 3600.0)
     with (
         FaultProxy(_target(server), down=Fault(stall_after=40)) as proxy,

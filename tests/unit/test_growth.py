@@ -1,4 +1,4 @@
-"""The check for leaks of long runs finds only processes that grow."""
+"""Tests that the leak check of long runs reports only processes that grow."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _watch(
     return found
 
 
-def test_what_comes_and_goes_is_no_growth(
+def test_temporary_memory_is_no_leak(
     clock: dict[str, dict[int, int]],
 ) -> None:
-    # Large at its start, and for a moment later.
+    # The process is large at its start, and again for a moment later.
     samples = [(400, 90), (100, 40), (300, 80), (100, 41), (180, 60), (102, 44)]
     watched = _watch(clock, samples)
     assert watched.leaks() == []
@@ -46,20 +46,22 @@ def test_what_comes_and_goes_is_no_growth(
 
 
 @pytest.mark.parametrize(("memory", "fds"), [(10, 0), (0, 3)])
-def test_what_stays_is(clock: dict[str, dict[int, int]], memory: int, fds: int) -> None:
+def test_steady_growth_is_a_leak(
+    clock: dict[str, dict[int, int]], memory: int, fds: int
+) -> None:
     samples = [(100 + memory * i, 40 + fds * i) for i in range(12)]
     (text,) = _watch(clock, samples).leaks()
     assert text.startswith("it has grown: train.py: 1")
 
 
-def test_who_has_just_come_cannot_be_judged(
+def test_new_processes_are_not_judged(
     clock: dict[str, dict[int, int]],
 ) -> None:
     assert _watch(clock, [(100, 40)]).leaks() == []
 
 
 @pytest.mark.parametrize(("peers", "grown"), [(0, True), (3, False)])
-def test_a_rank_that_has_got_peers_has_not_grown(
+def test_new_peers_explain_new_descriptors(
     clock: dict[str, dict[int, int]], peers: int, grown: bool
 ) -> None:
     samples = [(100, 16)] * 3 + [(100, 34)] * 9

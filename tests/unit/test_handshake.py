@@ -1,6 +1,7 @@
-"""The handshake: accepted and refused callers, and the cost of strangers.
+"""Tests of the handshake: accepted callers, refused callers, and foreign connections.
 
-The protocol is tried as a pure state machine first, then through `Acceptor` on sockets.
+The first tests use the protocol's state machine without sockets, the later ones use
+`Acceptor` on sockets.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def answer(
     return handshake.callee_steps(secret, job, lambda introduction: refuses)
 
 
-def converse(
+def run_steps(
     caller: handshake.HandshakeSteps,
     callee: handshake.HandshakeSteps,
     tamper: Callable[[int, bytes], bytes] = lambda number, message: message,
@@ -47,7 +48,10 @@ def converse(
     tuple[HandshakeRequest, SessionKeys],
     list[bytes],
 ]:
-    """Runs both halves against each other; `tamper` may change each message."""
+    """Runs both sides of a handshake. `tamper` may change each message.
+
+    Returns the results of the callee and the caller, and all messages.
+    """
     said, _ = next(caller)
     next(callee)
     transcript = []
@@ -64,8 +68,8 @@ def converse(
     raise AssertionError("the caller did not finish")
 
 
-def test_both_learn_the_introduction_and_fitting_keys() -> None:
-    (mine, keys), (theirs, other), transcript = converse(
+def test_both_sides_derive_the_same_keys() -> None:
+    (mine, keys), (theirs, other), transcript = run_steps(
         handshake.caller_steps(SECRET, HELLO), answer()
     )
     assert mine == theirs == HELLO
@@ -75,15 +79,15 @@ def test_both_learn_the_introduction_and_fitting_keys() -> None:
     assert SECRET not in b"".join(transcript)
 
 
-def test_every_conversation_is_another_one() -> None:
-    one = converse(handshake.caller_steps(SECRET, HELLO), answer())
-    two = converse(handshake.caller_steps(SECRET, HELLO), answer())
+def test_every_handshake_has_new_keys() -> None:
+    one = run_steps(handshake.caller_steps(SECRET, HELLO), answer())
+    two = run_steps(handshake.caller_steps(SECRET, HELLO), answer())
     assert one[0][1] != two[0][1]
     assert not set(one[2]) & set(two[2])
 
 
 @given(st.integers(0, 3), st.integers(0, 67), st.integers(1, 255))
-def test_any_changed_byte_is_noticed(number: int, place: int, change: int) -> None:
+def test_any_changed_byte_is_detected(number: int, place: int, change: int) -> None:
     def tamper(now: int, message: bytes) -> bytes:
         if now != number:
             return message
@@ -92,7 +96,7 @@ def test_any_changed_byte_is_noticed(number: int, place: int, change: int) -> No
         return bytes(changed)
 
     with pytest.raises(AuthenticationError):
-        converse(handshake.caller_steps(SECRET, HELLO), answer(), tamper)
+        run_steps(handshake.caller_steps(SECRET, HELLO), answer(), tamper)
 
 
 @given(st.binary(min_size=68, max_size=68))
@@ -110,7 +114,7 @@ def test_garbage_is_refused_at_the_first_message(garbage: bytes) -> None:
         ({"purpose": 9}, "unknown purpose 9"),
     ],
 )
-def test_a_false_introduction(change: dict[str, object], text: str) -> None:
+def test_bad_introductions_are_refused(change: dict[str, object], text: str) -> None:
     steps = answer()
     next(steps)
     with pytest.raises(AuthenticationError, match=text):
@@ -119,8 +123,8 @@ def test_a_false_introduction(change: dict[str, object], text: str) -> None:
 
 def test_the_wrong_secret_is_refused_by_both_sides() -> None:
     with pytest.raises(AuthenticationError, match="does not know this job's secret"):
-        converse(handshake.caller_steps(b"w" * 32, HELLO), answer())
-    # A caller that continues in spite of that fails at the next message.
+        run_steps(handshake.caller_steps(b"w" * 32, HELLO), answer())
+    # A caller that continues nevertheless fails at its next message.
     callee = answer()
     next(callee)
     challenge, _ = callee.send(HELLO.pack(bytes(32)))
@@ -129,8 +133,8 @@ def test_the_wrong_secret_is_refused_by_both_sides() -> None:
         callee.send(guess)
 
 
-def test_a_recorded_conversation_cannot_be_replayed() -> None:
-    recorded = converse(handshake.caller_steps(SECRET, HELLO), answer())[2]
+def test_a_recorded_handshake_cannot_be_replayed() -> None:
+    recorded = run_steps(handshake.caller_steps(SECRET, HELLO), answer())[2]
     callee = answer()
     next(callee)
     callee.send(recorded[0])
@@ -142,7 +146,7 @@ def test_a_recorded_conversation_cannot_be_replayed() -> None:
         caller.send(recorded[1])
 
 
-def test_what_the_callee_says_cannot_be_reflected() -> None:
+def test_the_callees_messages_cannot_be_reflected() -> None:
     callee = answer()
     next(callee)
     challenge, _ = callee.send(HELLO.pack(bytes(32)))
@@ -160,7 +164,7 @@ def test_a_refusal_comes_before_any_proof() -> None:
 # Sealed messages.
 
 
-def test_sealed_messages_arrive_in_any_pieces() -> None:
+def test_sealed_messages_may_arrive_in_pieces() -> None:
     sealer, opener = MessageSealer(b"k"), MessageOpener(b"k")
     messages = [{"a": 1}, {"b": ["ü", None]}, {}]
     stream = b"".join(map(sealer.seal, messages))
@@ -169,16 +173,19 @@ def test_sealed_messages_arrive_in_any_pieces() -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 255))
-def test_an_altered_sealed_message_is_noticed(place: int, change: int) -> None:
+def test_an_altered_sealed_message_is_detected(place: int, change: int) -> None:
     sealed = bytearray(MessageSealer(b"k").seal({"text": "x" * 20}))
     sealed[place % len(sealed)] ^= change
     opener = MessageOpener(b"k", max_bytes=4096)
     with contextlib.suppress(AuthenticationError):
-        assert opener.feed(bytes(sealed)) == []  # a longer length needs more bytes
+        # The opener waits for more bytes, because the changed length is larger.
+        assert opener.feed(bytes(sealed)) == []
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,), (1, 0)])
-def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) -> None:
+def test_replayed_lost_and_swapped_messages_are_detected(
+    order: tuple[int, ...],
+) -> None:
     sealer, opener = MessageSealer(b"k"), MessageOpener(b"k")
     sealed = [sealer.seal({"n": n}) for n in range(2)]
     with pytest.raises(AuthenticationError, match="altered or replayed"):
@@ -186,20 +193,20 @@ def test_replayed_lost_and_swapped_messages_are_noticed(order: tuple[int, ...]) 
             opener.feed(sealed[n])
 
 
-def test_a_message_of_the_other_direction_is_noticed() -> None:
-    (_, keys), _, _ = converse(handshake.caller_steps(SECRET, HELLO), answer())
+def test_a_message_of_the_other_direction_is_detected() -> None:
+    (_, keys), _, _ = run_steps(handshake.caller_steps(SECRET, HELLO), answer())
     with pytest.raises(AuthenticationError, match="altered or replayed"):
         keys.opener().feed(keys.sealer().seal({}))
 
 
-def test_an_announced_length_is_not_believed() -> None:
+def test_oversized_messages_are_refused() -> None:
     with pytest.raises(AuthenticationError, match="announces a message of 4294967295"):
         MessageOpener(b"k").feed(b"\xff" * 36)
     with pytest.raises(ValueError, match="at most 16777216"):
         MessageSealer(b"k").seal({"x": "x" * (17 << 20)})
 
 
-def test_only_json_objects() -> None:
+def test_sealed_messages_must_be_json_objects() -> None:
     for text in (b"[1]", b"{", b"\xff"):
         head = len(text).to_bytes(4, "big")
         mac = hmac.digest(b"k", bytes(8) + head + text, "sha256")
@@ -207,39 +214,39 @@ def test_only_json_objects() -> None:
             MessageOpener(b"k").feed(head + mac + text)
 
 
-# Connections to a listener ("door").
+# Connections to a listener.
 
 
-class House:
-    """A listener with its loop in a thread, and the callers that it accepted."""
+class ListenerThread:
+    """An `Acceptor` whose loop runs in a thread, and the callers that it accepted."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
-        self.admitted: list[tuple[socket.socket, HandshakeRequest]] = []
+        self.accepted: list[tuple[socket.socket, HandshakeRequest]] = []
         self.log: list[str] = []
         listener = addresses.listen("127.0.0.1")
         self.address = listener.getsockname()
-        self.door = Acceptor(
+        self.acceptor = Acceptor(
             [listener],
             self.selector,
             lambda sock: answer(),
-            lambda sock, where, hello, keys: self.admitted.append((sock, hello)),
+            lambda sock, where, hello, keys: self.accepted.append((sock, hello)),
             self.log.append,
         )
-        self.ends = False
-        self.thread = threading.Thread(target=self.live)
+        self.stopping = False
+        self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
-    def live(self) -> None:
-        while not self.ends:
-            acceptor.run_once(self.selector, 0.01, self.door.on_error)
-            self.door.expire()
+    def run(self) -> None:
+        while not self.stopping:
+            acceptor.run_once(self.selector, 0.01, self.acceptor.on_error)
+            self.acceptor.expire()
 
-    def visit(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=LONG)
 
-    def enter(self, secret: bytes = SECRET) -> socket.socket:
-        sock = self.visit()
+    def authenticate(self, secret: bytes = SECRET) -> socket.socket:
+        sock = self.connect()
         try:
             handshake.authenticate(sock, secret, HELLO)
         except BaseException:
@@ -248,40 +255,40 @@ class House:
         return sock
 
     def close(self) -> None:
-        self.ends = True
+        self.stopping = True
         self.thread.join()
         self.selector.close()
-        self.door.close()
-        for sock, _ in self.admitted:
+        self.acceptor.close()
+        for sock, _ in self.accepted:
             sock.close()
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    house = House()
-    yield house
-    house.close()
+def listener_thread() -> Iterator[ListenerThread]:
+    listener_thread = ListenerThread()
+    yield listener_thread
+    listener_thread.close()
 
 
-def test_a_member_comes_in(house: House) -> None:
-    with house.enter() as sock:
-        until(lambda: bool(house.admitted))
-        there, hello = house.admitted[0]
+def test_a_member_is_accepted(listener_thread: ListenerThread) -> None:
+    with listener_thread.authenticate() as sock:
+        until(lambda: bool(listener_thread.accepted))
+        accepted_sock, hello = listener_thread.accepted[0]
         assert hello == HELLO
-        there.setblocking(True)
+        accepted_sock.setblocking(True)
         sock.sendall(b"plain bytes from here on")
-        assert there.recv(100) == b"plain bytes from here on"
+        assert accepted_sock.recv(100) == b"plain bytes from here on"
 
 
-def test_the_wrong_secret_is_logged_once(house: House) -> None:
+def test_the_wrong_secret_is_logged_once(listener_thread: ListenerThread) -> None:
     for _ in range(5):
         with pytest.raises(
             AuthenticationError, match="does not know this job's secret"
         ):
-            house.enter(b"w" * 32)
-    house.enter().close()
-    until(lambda: bool(house.admitted))
-    assert house.log == [
+            listener_thread.authenticate(b"w" * 32)
+    listener_thread.authenticate().close()
+    until(lambda: bool(listener_thread.accepted))
+    assert listener_thread.log == [
         "refused a connection from 127.0.0.1: it left before proving itself: it has "
         "another secret"
     ]
@@ -298,63 +305,63 @@ def test_the_wrong_secret_is_logged_once(house: House) -> None:
     ],
     ids=["http", "zeros", "ones", "a wrong proof", "another job"],
 )
-def test_garbage_is_shown_out_and_members_still_come_in(
-    house: House, garbage: bytes
+def test_garbage_is_refused_and_members_are_still_accepted(
+    listener_thread: ListenerThread, garbage: bytes
 ) -> None:
-    with house.visit() as stranger:
-        stranger.sendall(garbage)
+    with listener_thread.connect() as client:
+        client.sendall(garbage)
         with contextlib.suppress(ConnectionResetError):
-            while stranger.recv(100):
+            while client.recv(100):
                 pass
-    house.enter().close()
-    until(lambda: bool(house.admitted))
-    assert len(house.log) == 1
+    listener_thread.authenticate().close()
+    until(lambda: bool(listener_thread.accepted))
+    assert len(listener_thread.log) == 1
 
 
-def test_slow_strangers_neither_block_nor_stay(
-    house: House, monkeypatch: pytest.MonkeyPatch
+def test_slow_connections_neither_block_nor_stay(
+    listener_thread: ListenerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT", 3600.0)
     with contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(house.visit()) for _ in range(20)]
+        slow = [stack.enter_context(listener_thread.connect()) for _ in range(20)]
         for sock in slow:
             sock.sendall(HELLO.pack(bytes(32))[:5])
-        house.enter().close()
-        until(lambda: bool(house.admitted))
-        assert len(house.door._pending) == 20  # none was closed before
+        listener_thread.authenticate().close()
+        until(lambda: bool(listener_thread.accepted))
+        assert len(listener_thread.acceptor._pending) == 20  # none has been closed yet
         monkeypatch.setattr(acceptor, "HANDSHAKE_TIMEOUT", 1.0)
-        for guest in list(house.door._pending.values()):
-            guest.deadline = time.monotonic()  # the time limit passes
+        for pending in list(listener_thread.acceptor._pending.values()):
+            pending.deadline = time.monotonic()  # the time limit passes
         for sock in slow:  # the listener closed each one
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
-    assert not house.door.has_pending
-    until(lambda: house.log)
-    assert "did not prove itself within 1 s" in house.log[0]
+    assert not listener_thread.acceptor.has_pending
+    until(lambda: listener_thread.log)
+    assert "did not prove itself within 1 s" in listener_thread.log[0]
 
 
-def test_the_oldest_gives_way_when_strangers_crowd_the_door(
-    house: House, monkeypatch: pytest.MonkeyPatch
+def test_the_oldest_pending_connection_is_closed_first(
+    listener_thread: ListenerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_PENDING", 4)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(house.visit()) for _ in range(12)]
-        house.enter().close()
-        until(lambda: bool(house.admitted))
-        assert crowd[0].recv(1) == b""
-    assert len(house.log) == 1
+        sockets = [stack.enter_context(listener_thread.connect()) for _ in range(12)]
+        listener_thread.authenticate().close()
+        until(lambda: bool(listener_thread.accepted))
+        assert sockets[0].recv(1) == b""
+    assert len(listener_thread.log) == 1
 
 
-class Rank:
-    """A caller that sends its introduction and continues when the test says so."""
+class SlowCaller:
+    """A caller that sends its first message and waits until the test calls `finish`."""
 
-    def __init__(self, house: House) -> None:
-        self.sock = house.visit()
+    def __init__(self, listener_thread: ListenerThread) -> None:
+        self.sock = listener_thread.connect()
         self.steps = handshake.caller_steps(SECRET, HELLO)
         output, self.wants = next(self.steps)
         self.sock.sendall(output)
 
-    def go_on(self) -> None:
+    def finish(self) -> None:
         while True:
             answer = self.sock.recv(self.wants, socket.MSG_WAITALL)
             try:
@@ -364,58 +371,58 @@ class Rank:
             self.sock.sendall(output)
 
 
-def test_a_hundred_ranks_may_come_at_once(house: House) -> None:
+def test_a_hundred_ranks_may_connect_at_once(listener_thread: ListenerThread) -> None:
     with contextlib.ExitStack() as stack:
-        ranks = [Rank(house) for _ in range(100)]
+        ranks = [SlowCaller(listener_thread) for _ in range(100)]
         for rank in ranks:
             stack.enter_context(rank.sock)
         for rank in ranks:
-            rank.go_on()
-        until(lambda: len(house.admitted) == 100)
-    assert house.log == []
+            rank.finish()
+        until(lambda: len(listener_thread.accepted) == 100)
+    assert listener_thread.log == []
 
 
-def test_strangers_give_way_before_ranks(
-    house: House, monkeypatch: pytest.MonkeyPatch
+def test_silent_connections_are_closed_before_ranks(
+    listener_thread: ListenerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_PENDING", 4)
     with contextlib.ExitStack() as stack:
-        ranks = [Rank(house) for _ in range(3)]
-        crowd = [stack.enter_context(house.visit()) for _ in range(20)]
-        assert crowd[0].recv(1) == b""
+        ranks = [SlowCaller(listener_thread) for _ in range(3)]
+        sockets = [stack.enter_context(listener_thread.connect()) for _ in range(20)]
+        assert sockets[0].recv(1) == b""
         for rank in ranks:
             stack.enter_context(rank.sock)
-            rank.go_on()
-        until(lambda: len(house.admitted) == 3)
+            rank.finish()
+        until(lambda: len(listener_thread.accepted) == 3)
 
 
-def test_a_rank_that_gives_way_is_told_to_come_again(
-    house: House, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_closed_for_newer_ones_is_told_to_retry(
+    listener_thread: ListenerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(acceptor, "MAX_PENDING", 2)
     with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(house.visit())
-        keep = handshake.caller_steps
+        sock = stack.enter_context(listener_thread.connect())
+        original = handshake.caller_steps
 
         def crowded(secret: bytes, hello: HandshakeRequest) -> handshake.HandshakeSteps:
             """Connects two other ranks between this caller's first two messages."""
-            steps = keep(secret, hello)
+            steps = original(secret, hello)
             answer = yield next(steps)
-            others = [Rank(house) for _ in range(2)]
+            others = [SlowCaller(listener_thread) for _ in range(2)]
             for other in others:
                 stack.enter_context(other.sock)
-            until(lambda: len(house.log) == 1)
+            until(lambda: len(listener_thread.log) == 1)
             answer = yield steps.send(answer)
             return (yield steps.send(answer))
 
         monkeypatch.setattr(handshake, "caller_steps", crowded)
         with pytest.raises(OSError, match=r"too many callers at once|reset|Broken"):
             handshake.authenticate(sock, SECRET, HELLO)
-    until(lambda: house.log)
-    assert "gave way to newer connections" in house.log[0]
+    until(lambda: listener_thread.log)
+    assert "gave way to newer connections" in listener_thread.log[0]
 
 
-def test_a_caller_does_not_wait_for_ever() -> None:
+def test_a_callers_wait_is_limited() -> None:
     with (
         addresses.listen("127.0.0.1") as silent,
         socket.create_connection(silent.getsockname()) as sock,
@@ -424,14 +431,14 @@ def test_a_caller_does_not_wait_for_ever() -> None:
         handshake.authenticate(sock, SECRET, HELLO, limit=0.2)
 
 
-def test_the_kernel_tells_the_user_of_a_unix_socket() -> None:
+def test_peer_uid_of_a_unix_socket() -> None:
     one, two = socket.socketpair()
     with one, two:
         assert acceptor.peer_uid(one) == os.geteuid()
         assert acceptor._foreign_user(one) == ""
 
 
-def test_another_user_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = socket.socketpair()
     monkeypatch.setattr(acceptor, "peer_uid", lambda sock: 4711)
     with one, two:

@@ -1,4 +1,4 @@
-"""Horovod's module paths, and the helper functions behind them."""
+"""Tests of Horovod's module paths and of the helper functions in these modules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ringjax.common import exceptions, process_sets, util
 from ringjax.runner import run
 
 
-def test_process_sets_are_the_same_ones() -> None:
+def test_process_set_names_are_ringjaxs() -> None:
     assert process_sets.ProcessSet is ringjax.ProcessSet
     assert process_sets.global_process_set is ringjax.global_process_set
     assert process_sets.add_process_set is ringjax.add_process_set
     assert process_sets.remove_process_set is ringjax.remove_process_set
 
 
-def test_exceptions_are_the_same_ones() -> None:
+def test_exceptions_are_ringjaxs() -> None:
     assert exceptions.HorovodInternalError is ringjax.errors.RingjaxError
     assert issubclass(ringjax.errors.PeerLost, exceptions.HorovodInternalError)
     assert exceptions.HostsUpdatedInterrupt(skip_sync=True).skip_sync
@@ -29,7 +29,7 @@ def test_exceptions_are_the_same_ones() -> None:
     )
 
 
-def test_elastic_names_are_the_same_ones() -> None:
+def test_elastic_names_are_ringjaxs() -> None:
     from ringjax import elastic
     from ringjax.common import elastic as theirs
     from ringjax.runner.elastic import worker
@@ -79,12 +79,12 @@ def test_versions(version: str, target: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize("text", ["2", "2.4", "2.4.0.1", "v2.4.0", ""])
-def test_what_is_no_version(text: str) -> None:
+def test_bad_versions(text: str) -> None:
     with pytest.raises(ValueError, match="is not a version like"):
         util.is_version_greater_equal_than(text, "1.0.0")
 
 
-def test_env_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RINGJAX_OLD", "old")
     monkeypatch.delenv("RINGJAX_NEW", raising=False)
 
@@ -97,7 +97,7 @@ def test_env_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen() == ("old", None)
 
 
-def test_what_is_built() -> None:
+def test_built_functions() -> None:
     assert not util.mpi_built(verbose=True) and util.gloo_built()
     assert ringjax.gloo_enabled() and not ringjax.mpi_enabled()
     assert util.cuda_built() is ringjax.cuda_built()
@@ -106,7 +106,7 @@ def test_what_is_built() -> None:
     assert not util.gpu_available("torch") or ringjax.build_info()["devices"]
 
 
-def test_basics_is_one_object_for_everything() -> None:
+def test_horovod_basics() -> None:
     from ringjax.common.basics import HorovodBasics
 
     basics = HorovodBasics(__file__, "mpi_lib_v2")
@@ -123,7 +123,7 @@ def test_basics_is_one_object_for_everything() -> None:
     assert not ringjax.is_initialized()
 
 
-def test_run_takes_horovods_arguments() -> None:
+def test_run_accepts_horovods_arguments() -> None:
     def task(base: int, *, step: int) -> int:
         return int(os.environ["HOROVOD_RANK"]) * step + base
 

@@ -1,4 +1,4 @@
-"""HOROVOD_* variables: each is used, ignored or reported at init, never an error."""
+"""Tests that each HOROVOD_* variable is used, ignored, or reported, without errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringjax import config
 from ringjax.config import Config
 from ringjax.settings import horovod_variables
 
-# All variables that Horovod 0.28.1 reads, at run time and at its build.
+# All variables that Horovod 0.28.1 reads at run time and at build time.
 KNOWN = """
 RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME GLOO_RENDEZVOUS_ADDR
 GLOO_RENDEZVOUS_PORT GLOO_IFACE GLOO_TIMEOUT_SECONDS CONTROLLER CPU_OPERATIONS
@@ -36,14 +36,14 @@ TEST_GPU MIXED_INSTALL
 VARIABLES = {f"HOROVOD_{name}" for name in KNOWN.split()}
 
 
-def test_every_variable_has_one_fate() -> None:
+def test_every_variable_has_one_category() -> None:
     honoured = horovod_variables.honoured().keys()
     without = horovod_variables.WITHOUT_EFFECT.keys()
     assert honoured | without == VARIABLES
     assert not honoured & without
 
 
-def test_each_honoured_one_changes_a_setting() -> None:
+def test_honored_variables_change_a_setting() -> None:
     values = {
         "HOROVOD_HOSTNAME": "one",
         "HOROVOD_GLOO_IFACE": "lo",
@@ -53,7 +53,7 @@ def test_each_honoured_one_changes_a_setting() -> None:
     for name, ours in horovod_variables.honoured().items():
         fields = {variable.removeprefix("RINGJAX_").lower() for variable in ours}
         if name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-            continue  # only works with others, see below
+            continue  # has an effect only together with other variables
         before = Config.from_env(place)
         after = Config.from_env({**place, name: values.get(name, "1")})
         changed = {f for f in vars(before) if getattr(before, f) != getattr(after, f)}
@@ -94,12 +94,12 @@ def test_stall_check(environ: dict[str, str], warning: float, timeout: float) ->
     assert settings.collective_timeout == timeout
 
 
-def test_names_that_are_set() -> None:
+def test_variables_that_are_set() -> None:
     environ = {"HOROVOD_B": "1", "HOROVOD_A": "x", "HOROVOD_C": " ", "OTHER": "1"}
     assert config.horovod_names(environ) == ["HOROVOD_A", "HOROVOD_B"]
 
 
-def test_notes_say_what_has_no_effect_and_why() -> None:
+def test_notes_explain_ignored_variables() -> None:
     given = ["HOROVOD_CPU_OPERATIONS", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_NONSENSE"]
     chosen, unknown = horovod_variables.notes(given)
     assert chosen.startswith("HOROVOD_CPU_OPERATIONS has no effect: the transports")
@@ -116,7 +116,7 @@ ringjax.init()
 """
 
 
-def test_they_are_read_by_init_which_tells_what_it_ignores() -> None:
+def test_init_reads_variables_and_reports_ignored_ones() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT],
         env=environment("horovod", {}),
@@ -130,12 +130,12 @@ def test_they_are_read_by_init_which_tells_what_it_ignores() -> None:
     assert "HOROVOD_CYCLE_TIME has no effect" not in done.stderr
 
 
-def test_the_guide_holds_the_table() -> None:
+def test_the_guide_contains_the_table() -> None:
     guide = (ROOT / "docs" / "reference" / "horovod.md").read_text()
     assert horovod_variables.table() in guide
 
 
-def test_the_guide_names_every_option_of_the_launcher() -> None:
+def test_the_guide_lists_every_launcher_option() -> None:
     from ringjax.run.options import build_parser
 
     guide = (ROOT / "docs" / "reference" / "horovod.md").read_text()

@@ -1,6 +1,6 @@
-"""Strangers connect to every listener of a training job without any effect on it.
+"""Tests that foreign connections to a training job's listeners have no effect.
 
-That throughput does not suffer either is measured in benchmarks/elastic/strangers.py.
+benchmarks/elastic/strangers.py measures that throughput does not suffer either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ print(f"done after {steps} steps", flush=True)
 def training(start_job: StartJob, tmp_path: Path) -> Job:
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(TRAIN)
-    # TCP as between hosts, so that the job also has TCP listeners.
+    # Without shared memory the job also has TCP listeners, as between hosts.
     words = [sys.executable, str(script), str(stop)]
     job = start_job(2, words, env={"RINGJAX_SHM": "0"})
     for rank in range(2):
@@ -65,19 +65,19 @@ def _end(job: Job, stop: Path) -> None:
         assert "done after" in job.output(rank), job.logs()
 
 
-def _complaints(job: Job) -> list[str]:
+def _refusals(job: Job) -> list[str]:
     texts = [job.launcher_output(), *(job.output(rank) for rank in range(job.np))]
     return [text for t in texts for text in t.splitlines() if "refused a conn" in text]
 
 
-def _closed(before: dict[int, int], job: str) -> list[str]:
-    """Descriptors that are open now and were not open before."""
+def _grown(before: dict[int, int], job: str) -> list[str]:
+    """Lists the processes that have more than one descriptor more than before."""
     now = strangers.descriptors(job)
     return [f"{pid}: {n} now" for pid, n in now.items() if n > before.get(pid, n) + 1]
 
 
 @pytest.mark.timeout(120)
-def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
+def test_foreign_connections_do_not_affect_a_job(training: Job, tmp_path: Path) -> None:
     listeners = strangers.listeners(training.id)
     assert len(listeners) >= 3, listeners  # the rendezvous, and one or two of each rank
     fds, memory = strangers.descriptors(training.id), strangers.memory(training.id)
@@ -90,21 +90,21 @@ def test_a_job_does_not_notice_strangers(training: Job, tmp_path: Path) -> None:
                 if sock is not None:
                     kept.append(stack.enter_context(sock))
 
-        # All at once: most connections wait until the listener closes them.
+        # All connections are made concurrently, because most wait to be closed.
         visits = list(itertools.product(listeners, strangers.BEHAVIORS))
         with ThreadPoolExecutor(len(visits)) as pool:
             list(pool.map(visit, *zip(*visits, strict=True)))
-        # No stranger keeps its place for longer than a handshake may take.
+        # No foreign connection stays open for longer than a handshake may take.
         for sock in kept:
             sock.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
-    assert not leaks.settle(lambda: _closed(fds, training.id), 20)
+    assert not leaks.settle(lambda: _grown(fds, training.id), 20)
     grown = {p: n - memory.get(p, n) for p, n in strangers.memory(training.id).items()}
     assert max(grown.values()) < 32 << 20, grown
     _end(training, tmp_path / "stop")
-    # Every listener warns once a minute, not for every connection.
-    assert 1 <= len(_complaints(training)) <= 2 * len(listeners), training.logs()
+    # Each listener warns once per minute instead of once per connection.
+    assert 1 <= len(_refusals(training)) <= 2 * len(listeners), training.logs()
 
 
 @pytest.mark.timeout(120)
@@ -116,6 +116,6 @@ def test_a_job_survives_a_storm_of_connections(training: Job, tmp_path: Path) ->
         for listener in listeners
     )
     assert made > 5_000
-    assert not leaks.settle(lambda: _closed(fds, training.id), 20)
+    assert not leaks.settle(lambda: _grown(fds, training.id), 20)
     _end(training, tmp_path / "stop")
-    assert len(_complaints(training)) <= 2 * len(listeners), training.logs()
+    assert len(_refusals(training)) <= 2 * len(listeners), training.logs()

@@ -1,6 +1,6 @@
-"""Some thousand damaged inputs for every parser. `make fuzz` tries many more.
+"""Tests each parser with thousands of damaged inputs. `make fuzz` uses many more.
 
-And that the search itself finds what is planted.
+Another test checks that the search finds planted defects.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _reads_behind_the_end(data: bytes) -> None:
 
 
 def _takes_what_it_is_told(data: bytes) -> None:
-    if len(data) > 4:  # few zeros suffice: gigabytes take seconds
+    if len(data) > 4:  # a few zeros suffice, because gigabytes take seconds
         bytearray(min(int.from_bytes(data[:4], "big"), MAX_MEMORY + 1))
 
 
@@ -38,7 +38,7 @@ def _does_not_end(data: bytes) -> None:
         (_does_not_end, b"abcdef", "took more than 0.2 s"),
     ],
 )
-def test_the_search_finds_what_is_planted(  # type: ignore[no-untyped-def]
+def test_the_search_finds_planted_defects(  # type: ignore[no-untyped-def]
     run, seed, found, monkeypatch
 ) -> None:
     monkeypatch.setattr("fuzz.damage.MAX_SECONDS", 0.2)

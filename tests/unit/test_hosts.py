@@ -1,4 +1,4 @@
-"""Host lists, host files, and the slots of ranks."""
+"""Tests of host lists, host files, and the slots of ranks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_bad_agent_command(template: str, message: str) -> None:
         check_agent_command(template)
 
 
-def test_places_are_horovods() -> None:
+def test_ranks_are_assigned_as_in_horovod() -> None:
     slots = assign_slots([HostSlots("a", 3), HostSlots("b", 1), HostSlots("c", 2)], 6)
     assert [s.host for s in slots] == list("aaabcc")
     assert [s.rank for s in slots] == [0, 1, 2, 3, 4, 5]
@@ -123,7 +123,7 @@ def test_places_are_horovods() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_every_place_is_taken_once(counts: list[int], data: st.DataObject) -> None:
+def test_every_slot_has_one_rank(counts: list[int], data: st.DataObject) -> None:
     hosts = [HostSlots(f"h{i}", count) for i, count in enumerate(counts)]
     size = data.draw(st.integers(1, sum(counts)))
     slots = assign_slots(hosts, size)
@@ -142,7 +142,7 @@ def test_too_few_slots() -> None:
         assign_slots([HostSlots("a", 1), HostSlots("b", 2)], 4)
 
 
-def test_where_the_hosts_come_from(tmp_path: Path) -> None:
+def test_sources_of_the_host_list(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("x slots=2\n")
     nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -161,7 +161,7 @@ def test_where_the_hosts_come_from(tmp_path: Path) -> None:
         requested_slots(1, "a:1", str(file), {})
 
 
-def test_this_machine_is_one_host_under_all_its_names() -> None:
+def test_names_of_this_machine_are_merged() -> None:
     own = socket.gethostname()
     there = [
         HostSlots("n1.invalid", 2),
@@ -194,7 +194,7 @@ def test_own_addresses() -> None:
     assert reachable_addresses([], "") == ["127.0.0.1"]
     assert reachable_addresses([], "lo") in (["127.0.0.1"], ["127.0.0.1", "::1"])
     assert reachable_addresses(["127.0.0.2"], "") == ["127.0.0.1"]
-    # A name that only ssh can resolve may be on any interface, but never on "all".
+    # A host that only ssh can resolve may need the address of any interface.
     found = reachable_addresses(["no-such-host.invalid"], "")
     assert found
     assert "0.0.0.0" not in found

@@ -1,4 +1,4 @@
-"""Jobs on a machine whose loopback has no IPv4 address, in a network namespace."""
+"""Tests of jobs in a network namespace whose loopback has no IPv4 address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 from support.launch import ROOT, environment
 
-# Only the address ::1 remains.
+# Runs a command in a network namespace whose only address is ::1.
 NAMESPACE = [
     "unshare",
     "-n",
@@ -67,7 +67,7 @@ def test_a_job_on_this_host(words: tuple[str, ...], shm: str) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_ranks_that_find_each_other_without_ringrun() -> None:
+def test_ranks_without_ringrun() -> None:
     ranks = [
         f'RINGJAX_RANK={rank} RINGJAX_SIZE=2 "{sys.executable}" -P -c "$PROGRAM" &'
         for rank in range(2)

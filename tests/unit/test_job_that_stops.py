@@ -1,7 +1,7 @@
-"""A job that stops at its first loss: gathering, messages to ranks, epochs.
+"""Tests of a job that stops at its first loss: start, messages to ranks, epochs.
 
-What such a job has in common with an elastic one: test_coordinator.py. Ranks are
-threads here: they differ from processes only by how they end.
+test_coordinator.py tests the properties that such a job shares with an elastic one.
+Ranks are threads here, which differ from processes only in how they end.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from ringjax.membership.joined_job import join
 
 
 def start_joining(job: ThreadJob, *ranks: int) -> list[Future[CoordinatorClient]]:
-    """Lets these ranks join and wait for the others."""
+    """Starts to join these ranks in threads. Waits until the coordinator has them."""
     found = [job.pool.submit(job.join, rank) for rank in ranks]
     until(lambda: job.newcomers() >= set(ranks) or all(one.done() for one in found))
     return found
 
 
-def test_missing_ranks_are_named_to_all_and_to_the_launcher(make_job: MakeJob) -> None:
+def test_missing_ranks_are_reported_to_ranks_and_launcher(make_job: MakeJob) -> None:
     job = make_job(4, **STOP_ON_LOSS, start_timeout=2.0)
     text = "ranks 0, 2 of 4 did not join within 2 s"
     for future in start_joining(job, 1, 3):
@@ -53,7 +53,7 @@ def test_missing_ranks_are_named_to_all_and_to_the_launcher(make_job: MakeJob) -
 @pytest.mark.parametrize(
     ("options", "absent"), [(STOP_ON_LOSS, "ranks 0, 2 of 4"), ({}, "workers 0, 2")]
 )
-def test_one_rank_that_waits_for_long_says_for_whom(
+def test_a_long_wait_in_init_warns_once(
     make_job: MakeJob, options: Any, absent: str
 ) -> None:
     job, said = make_job(4, **options), []
@@ -73,7 +73,7 @@ def test_one_rank_that_waits_for_long_says_for_whom(
     ]
 
 
-def test_a_rank_that_finds_no_coordinator_says_so() -> None:
+def test_a_missing_coordinator_causes_a_warning() -> None:
     said: list[str] = []
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -84,7 +84,7 @@ def test_a_rank_that_finds_no_coordinator_says_so() -> None:
     assert said[0].startswith("has waited 0.2 s in init for the coordinator of its job")
 
 
-def test_time_runs_only_when_somebody_waits(make_job: MakeJob) -> None:
+def test_the_start_timeout_runs_only_while_ranks_wait(make_job: MakeJob) -> None:
     job = make_job(2, **STOP_ON_LOSS, start_timeout=LONG)
     assert job.coordinator._membership.deadline() is None
     (first,) = start_joining(job, 0)
@@ -93,7 +93,7 @@ def test_time_runs_only_when_somebody_waits(make_job: MakeJob) -> None:
     first.result()
 
 
-def test_a_rank_that_ends_is_not_waited_for(make_job: MakeJob) -> None:
+def test_an_ended_rank_fails_waiting_ranks(make_job: MakeJob) -> None:
     job = make_job(2, **STOP_ON_LOSS, start_timeout=2 * LONG)
     (first,) = start_joining(job, 0)
     job.coordinator.process_ended(1, "ended without an error")
@@ -104,7 +104,7 @@ def test_a_rank_that_ends_is_not_waited_for(make_job: MakeJob) -> None:
     assert job.wait_for_event("stop") == ("stop", text)
 
 
-def test_a_rank_may_end_when_nobody_waits(make_job: MakeJob) -> None:
+def test_a_rank_may_end_while_no_rank_waits(make_job: MakeJob) -> None:
     job = make_job(2, **STOP_ON_LOSS)
     zero, one = job.gather(0, 1)
     one.leave()
@@ -122,7 +122,7 @@ def test_a_rank_may_end_when_nobody_waits(make_job: MakeJob) -> None:
         (2, 2, "closed the connection during the handshake"),
     ],
 )
-def test_a_rank_that_does_not_fit(
+def test_a_wrong_rank_or_size_is_refused(
     make_job: MakeJob, rank: int, size: int, text: str
 ) -> None:
     job = make_job(2, **STOP_ON_LOSS)
@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_fit(
         job.join(rank, size=size)
 
 
-def test_a_rank_that_is_there_already(make_job: MakeJob) -> None:
+def test_a_rank_can_join_only_once(make_job: MakeJob) -> None:
     job = make_job(2, **STOP_ON_LOSS)
     (first,) = start_joining(job, 0)
     with pytest.raises(
@@ -141,30 +141,30 @@ def test_a_rank_that_is_there_already(make_job: MakeJob) -> None:
     first.result()
 
 
-def test_a_rank_may_die_and_come_again_while_the_others_wait(make_job: MakeJob) -> None:
+def test_a_rank_may_reconnect_while_others_wait(make_job: MakeJob) -> None:
     job = make_job(2, **STOP_ON_LOSS)
-    with Light(job, 1):
+    with RawRank(job, 1):
         until(lambda: job.newcomers() == {1})
     until(lambda: job.newcomers() == set())
     assert [client.epoch for client in job.gather(0, 1)] == [0, 0]
 
 
-class Stranger:
-    """A foreign server on the port that closes all connections."""
+class ClosingServer:
+    """A foreign server at the coordinator's address, which closes all connections."""
 
     def __init__(self) -> None:
         self.sock = addresses.listen("127.0.0.1")
         self.where = addresses.show(*self.sock.getsockname())
-        self.visits = 0
-        self.thread = threading.Thread(target=self.live)
+        self.accepted = 0
+        self.thread = threading.Thread(target=self.run)
 
-    def live(self) -> None:
+    def run(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 self.sock.accept()[0].close()
-                self.visits += 1
+                self.accepted += 1
 
-    def __enter__(self) -> Stranger:
+    def __enter__(self) -> ClosingServer:
         self.thread.start()
         return self
 
@@ -174,20 +174,20 @@ class Stranger:
         self.thread.join()
 
 
-def test_a_patient_rank_waits_for_the_right_server() -> None:
-    with Stranger() as stranger:
+def test_joining_retries_a_foreign_server() -> None:
+    with ClosingServer() as server:
         with pytest.raises(StartupError, match="within 1 s"):
             join(
-                JobCredentials(stranger.where, SECRET, JOB),
+                JobCredentials(server.where, SECRET, JOB),
                 0,
                 {"size": 1},
                 1.0,
                 retry_unauthenticated=True,
             )
-        assert stranger.visits > 1
+        assert server.accepted > 1
 
 
-def test_failures_in_order_of_arrival(make_job: MakeJob) -> None:
+def test_failures_are_reported_in_order(make_job: MakeJob) -> None:
     job = make_job(3, **STOP_ON_LOSS)
     clients = job.gather(0, 1, 2)
     for rank in (2, 0):
@@ -201,7 +201,7 @@ def test_failures_in_order_of_arrival(make_job: MakeJob) -> None:
     ]
 
 
-def test_the_others_hear_who_left_and_who_died(make_job: MakeJob) -> None:
+def test_members_are_notified_of_leaves_and_deaths(make_job: MakeJob) -> None:
     job = make_job(3, **STOP_ON_LOSS)
     zero, one, two = job.gather(0, 1, 2)
     zero.leave()
@@ -211,17 +211,17 @@ def test_the_others_hear_who_left_and_who_died(make_job: MakeJob) -> None:
     assert "lost its connection to the coordinator" in one.departed_ranks()[2]
 
 
-class Light:
-    """A rank that has no thread and reads nothing, so a test can have many."""
+class RawRank:
+    """A rank without a thread that reads nothing, so that a test can have hundreds."""
 
-    def __init__(self, make_job: ThreadJob, rank: int) -> None:
-        self.sock, self.sealer = connect_raw(make_job, rank)
-        self.say({"type": "hello", "hello": {"size": make_job.options["np"]}})
+    def __init__(self, job: ThreadJob, rank: int) -> None:
+        self.sock, self.sealer = connect_raw(job, rank)
+        self.send({"type": "hello", "hello": {"size": job.options["np"]}})
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self.sock.sendall(self.sealer.seal(message))
 
-    def __enter__(self) -> Light:
+    def __enter__(self) -> RawRank:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -232,17 +232,17 @@ class Light:
 def test_three_hundred_ranks_end_at_once(make_job: MakeJob, way: str) -> None:
     job = make_job(301, **STOP_ON_LOSS)
     with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(Light(job, rank)) for rank in range(1, 301)]
+        ranks = [stack.enter_context(RawRank(job, rank)) for rank in range(1, 301)]
         rest = job.join(0)
         for rank in ranks:
             if way == "leave":
-                rank.say({"type": "leave", "epoch": 0})
-            # The socket's buffer holds unread messages. Closing then resets the
-            # connection, so the coordinator fails to send.
+                rank.send({"type": "leave", "epoch": 0})
+            # The socket's buffer holds unread messages, so closing the socket resets
+            # the connection, and the coordinator fails to send.
             rank.sock.close()
     until(lambda: len(rest.departed_ranks()) == 300)
     rest.close()
-    until(lambda: not job.coordinator._workers)  # the coordinator's thread works
+    until(lambda: not job.coordinator._workers)  # the coordinator's thread still runs
 
 
 def test_an_exchange_ends_when_a_rank_dies(make_job: MakeJob) -> None:
@@ -275,7 +275,7 @@ def test_a_rank_has_no_thread_and_no_other_descriptor(make_job: MakeJob) -> None
     assert threading.active_count() <= before
 
 
-def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
+def test_a_rank_may_rejoin_before_others_have_left(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2, **STOP_ON_LOSS)
@@ -283,12 +283,12 @@ def test_a_quick_rank_may_join_again_before_a_slow_one_has_left(
     zero.leave()
     zero.close()
     (again,) = start_joining(job, 0)
-    until(lambda: 0 in one.departed_ranks())  # the old epoch still works
+    until(lambda: 0 in one.departed_ranks())  # epoch 0 still works
     one.close()
     assert job.join(1).epoch == again.result().epoch == 1
 
 
-def test_ranks_in_a_sentence() -> None:
+def test_ranks_text() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([1, 2]) == "ranks 1, 2"
     assert ranks_text(range(20)).endswith("14, 15 and 4 more")

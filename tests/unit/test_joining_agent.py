@@ -1,6 +1,7 @@
-"""Agents that join: `ringrun --listen` and `ringrun --join`, killed on either side.
+"""Tests of agents that join: `ringrun --listen` and `ringrun --join`.
 
-All on this machine, each agent under a host name of its own. Pods are in tests/engines.
+All processes run on this machine, and each agent has a different host name. Tests kill
+the launcher or agents. tests/engines runs agents in pods.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def job(tmp_path: Path) -> Iterator[JoinableJob]:
 SHOW = sh('echo "$RINGJAX_RANK on $RINGJAX_HOSTNAME, $WHOSE; $RINGJAX_RENDEZVOUS"')
 
 
-def test_a_static_job(job: JoinableJob) -> None:
+def test_a_job_of_fixed_size(job: JoinableJob) -> None:
     agents = [job.join("pod-10", 1, WHOSE="engine")]
     ringrun = job.listen("-np", "3", *SHOW, WHOSE="ringrun")
     agents.append(job.join("pod-9", 2, WHOSE="engine"))
@@ -53,7 +54,7 @@ def test_a_static_job(job: JoinableJob) -> None:
     ]
 
 
-def test_ranks_of_two_hosts_compute(job: JoinableJob) -> None:
+def test_an_allreduce_over_two_hosts(job: JoinableJob) -> None:
     program = job.folder / "sum.py"
     program.write_text(
         "import numpy as np, ringjax; ringjax.init()\n"
@@ -66,7 +67,7 @@ def test_ranks_of_two_hosts_compute(job: JoinableJob) -> None:
     assert ringrun.output.count("<stdout>:[2. 2. 2.] 2") == 2
 
 
-def test_agents_end_as_the_job_does(job: JoinableJob) -> None:
+def test_agents_exit_with_the_jobs_code(job: JoinableJob) -> None:
     wait = 'while ! [ -e "$FOLDER/end" ]; do sleep 0.05; done; exit 7'
     ringrun = job.listen("-np", "2", *sh(wait))
     agents = [job.join("a"), job.join("b"), job.join("idle")]
@@ -77,18 +78,17 @@ def test_agents_end_as_the_job_does(job: JoinableJob) -> None:
     assert [agent.wait() for agent in agents] == [7, 7, 7]
 
 
-def test_what_does_not_come_in_time(job: JoinableJob) -> None:
+def test_missing_slots_fail_the_start(job: JoinableJob) -> None:
     agent = job.join("a", 1, "--elastic-timeout", "5")
     ringrun = job.listen("-np", "2", "--elastic-timeout", "2", *SHOW)
     assert ringrun.wait() == 1
-    come = len(
-        ringrun.lines("host a has come")
-    )  # 1, or 0 where Python needs 2 s to start
+    # No host has joined if Python needs more than 2 s to start.
+    come = len(ringrun.lines("host a has come"))
     assert f"did not start: --listen found {come} of 2 slots in 2 s" in ringrun.output
     assert agent.wait() == 1
 
 
-def test_a_launcher_that_is_not_there(job: JoinableJob) -> None:
+def test_a_missing_launcher(job: JoinableJob) -> None:
     agent = job.join("a", 1, "--elastic-timeout", "5")
     assert agent.wait() == 1
     where = f"the ringrun at localhost:{job.port}: Connection refused"
@@ -96,7 +96,7 @@ def test_a_launcher_that_is_not_there(job: JoinableJob) -> None:
     assert agent.lines(f"ringrun --join: {where}, for 5 s"), agent.output
 
 
-def test_a_name_that_nobody_knows(job: JoinableJob) -> None:
+def test_an_unknown_launcher_name(job: JoinableJob) -> None:
     agent = job.start("--join", "nowhere.invalid:29400", "--elastic-timeout", "1")
     assert agent.wait() == 1
     assert agent.lines("the ringrun at nowhere.invalid:29400: "), agent.output
@@ -145,8 +145,10 @@ def test_a_secret_is_needed(job: JoinableJob, words: list[str]) -> None:
 # Messages of an agent.
 
 
-def _knock(job: JoinableJob) -> tuple[socket.socket, Callable[[Message], Message]]:
-    """Connects with the job's secret. Returns a function that exchanges messages."""
+def _connect_as_agent(
+    job: JoinableJob,
+) -> tuple[socket.socket, Callable[[Message], Message]]:
+    """Connects as an agent. Returns the socket and a function that sends a message."""
     who = HandshakeRequest(_JOB, Purpose.AGENT, 0, -1)
     where = f"127.0.0.1:{job.port}"
     sock, keys, _ = connect_to_server(
@@ -154,13 +156,13 @@ def _knock(job: JoinableJob) -> tuple[socket.socket, Callable[[Message], Message
     )
     sealer, opener = keys.sealer(), keys.opener()
 
-    def ask(message: Message) -> Message:
+    def exchange(message: Message) -> Message:
         sock.sendall(sealer.seal(message))
         while not (found := opener.feed(sock.recv(1 << 16))):
             pass
         return found[0]
 
-    return sock, ask
+    return sock, exchange
 
 
 STATE: Message = {"job": "1" * 16, "next": 3, "hosts": [[0, "a"]]}
@@ -175,7 +177,7 @@ HELLO: Message = {
 }
 
 
-def test_what_agents_may_not_say(job: JoinableJob) -> None:
+def test_bad_messages_of_agents_are_refused(job: JoinableJob) -> None:
     ringrun = job.listen("--min-np", "4", "-H", "localhost:1", *job.rank)
     agent = job.join("there")
     agent.wait_for("joined the job")
@@ -199,14 +201,14 @@ def test_what_agents_may_not_say(job: JoinableJob) -> None:
         ({"state": {"job": "1" * 16}}, "hosts"),
     ]
     for change, why in wrong:
-        sock, ask = _knock(job)
+        sock, exchange = _connect_as_agent(job)
         with sock:
-            answer = ask({**HELLO, **change})
+            answer = exchange({**HELLO, **change})
         assert answer["do"] == "refuse" and not answer["retry"], change
         assert why in answer["text"]
-    sock, ask = _knock(job)
+    sock, exchange = _connect_as_agent(job)
     with sock:
-        answer = ask({**HELLO, "host": "there"})
+        answer = exchange({**HELLO, "host": "there"})
     assert answer["retry"]
     assert answer["text"] == "a host there is here already, from 127.0.0.1"
     with socket.create_connection(("127.0.0.1", job.port)) as sock:
@@ -223,7 +225,7 @@ def test_what_agents_may_not_say(job: JoinableJob) -> None:
     assert ringrun.wait() == agent.wait() == 143
 
 
-def test_two_hosts_of_one_name(job: JoinableJob) -> None:
+def test_two_hosts_with_one_name(job: JoinableJob) -> None:
     ringrun = job.listen("--min-np", "1", "-np", "2", *job.rank)
     first = job.join("a")
     first.wait_for("joined the job")
@@ -249,7 +251,7 @@ def _begin(job: JoinableJob, *words: str) -> tuple[Process, list[Process]]:
     return ringrun, agents
 
 
-def test_hosts_come_and_go(job: JoinableJob) -> None:
+def test_hosts_join_and_leave(job: JoinableJob) -> None:
     ringrun, agents = _begin(job)
     agents.append(job.join("c", 2))
     ringrun.wait_for("resize: ./5", 5)
@@ -261,11 +263,12 @@ def test_hosts_come_and_go(job: JoinableJob) -> None:
     job.end()
     assert ringrun.wait() == 0, ringrun.output
     assert [p.wait() for p in (agents[0], agents[2], again)] == [0, 0, 0]
-    assert len(ringrun.lines(" lost")) == 2  # the host of the ranks, or the connection
+    # One line is about the ranks' host, the other about the connection.
+    assert len(ringrun.lines(" lost")) == 2
     assert not ringrun.lines("asked to leave")
 
 
-def test_sigterm_has_a_host_leave(job: JoinableJob) -> None:
+def test_sigterm_makes_a_host_leave(job: JoinableJob) -> None:
     ringrun, agents = _begin(job)
     agents[1].kill(signal.SIGTERM)
     ringrun.wait_for("epoch . resize: 0/1")
@@ -284,7 +287,7 @@ def test_sigterm_has_a_host_leave(job: JoinableJob) -> None:
         (signal.SIGKILL, 255, ": lost its host, whose agent is gone"),
     ],
 )
-def test_an_agent_of_a_static_job_is_ended(
+def test_an_ended_agent_fails_a_job_of_fixed_size(
     job: JoinableJob, number: int, code: int, why: str
 ) -> None:
     agents = [job.join("a"), job.join("b")]
@@ -297,7 +300,7 @@ def test_an_agent_of_a_static_job_is_ended(
     assert agents[1].wait() == (code if number == signal.SIGTERM else -number)
 
 
-def test_a_killed_launcher_of_a_static_job_takes_its_ranks_along(
+def test_a_killed_launcher_ends_a_job_of_fixed_size(
     job: JoinableJob,
 ) -> None:
     agent = job.join("a")
@@ -315,7 +318,7 @@ def _texts(job: JoinableJob) -> list[str]:
     return list(leaks.processes(job.id).values())
 
 
-def test_a_launcher_that_starts_anew_takes_the_members_back(job: JoinableJob) -> None:
+def test_a_restarted_launcher_continues_the_job(job: JoinableJob) -> None:
     ringrun, agents = _begin(job, "-H", "localhost:1")
     ringrun.wait_for("resize: ./4", 4)
     pids = [pid for worker in range(4) for pid in job.pids(worker)]
@@ -325,9 +328,9 @@ def test_a_launcher_that_starts_anew_takes_the_members_back(job: JoinableJob) ->
     again = job.listen(
         "-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1", *job.rank
     )
-    # A new worker joins, on a host of its own.
+    # A new worker joins on another host.
     again.wait_for("epoch . resize: ./4", 4, also=agents)
-    # The agent of the killed ringrun's own host has one second to end.
+    # The agent on the killed ringrun's own host has one second to end.
     until(lambda: sum(_runs(pid) for pid in pids) == 3)
     assert job.pids(4) and not job.pids(5)
     agents[0].kill()
@@ -347,7 +350,7 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_sigterm_has_a_launcher_leave(job: JoinableJob) -> None:
+def test_sigterm_makes_all_ranks_leave(job: JoinableJob) -> None:
     ringrun, agents = _begin(job, "-H", "localhost:1")
     ringrun.wait_for("resize: ./4", 4)
     pids = job.pids(0) + job.pids(1) + job.pids(2) + job.pids(3)
@@ -362,12 +365,12 @@ def test_sigterm_has_a_launcher_leave(job: JoinableJob) -> None:
     os.kill(own, signal.SIGSTOP)
     again.kill(signal.SIGTERM)
     again.wait_for("on localhost, pid .* is asked to leave: its slot is gone")
-    again.kill(signal.SIGINT)  # now it ends
+    again.kill(signal.SIGINT)  # the second signal ends it
     assert again.wait() == 130
     assert [agent.wait() for agent in agents] == [130, 130]
 
 
-def test_most_hosts_are_lost_with_the_launcher(job: JoinableJob) -> None:
+def test_launcher_and_a_host_are_lost_together(job: JoinableJob) -> None:
     ringrun, agents = _begin(job, "-H", "localhost:1")
     ringrun.wait_for("resize: ./4", 4)
     pids = [pid for worker in range(4) for pid in job.pids(worker)]
@@ -377,17 +380,16 @@ def test_most_hosts_are_lost_with_the_launcher(job: JoinableJob) -> None:
     agents[1].wait()
     words = ["-np", "3", "--min-np", "1", "--max-np", "8", "-H", "localhost:1"]
     again = job.listen(*words, *job.rank)
-    agents[1] = job.join(
-        "b", 2
-    )  # the name of the host says that its old workers have ended
+    # A new agent with the same host name proves that the host's old workers have ended.
+    agents[1] = job.join("b", 2)
     again.wait_for("epoch . resize: ./4", 4, also=agents)
-    until(lambda: sum(_runs(pid) for pid in pids) == 1)  # the job does not begin again
+    until(lambda: sum(_runs(pid) for pid in pids) == 1)  # the job did not start again
     job.end()
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
 
 
-def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(
+def test_a_new_job_ends_the_ranks_of_the_old_one(
     job: JoinableJob,
 ) -> None:
     ringrun, agents = _begin(job)
@@ -395,14 +397,14 @@ def test_a_job_that_begins_afresh_ends_the_ranks_of_the_one_before(
     ringrun.wait()
     agents[0].wait_for("1 rank here go on")
     pid = job.pids(0) + job.pids(1) + job.pids(2)
-    again = job.listen("-np", "3", *sh("exit 3"))  # a static ringrun, and another one
+    again = job.listen("-np", "3", *sh("exit 3"))  # a new job
     assert again.wait() == 3, again.output
     assert [agent.wait() for agent in agents] == [3, 3]
     assert all(agent.lines("another job has begun") for agent in agents)
     assert not any(_runs(each) for each in pid)
 
 
-def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(
+def test_a_restarted_launcher_learns_of_ended_ranks(
     job: JoinableJob,
 ) -> None:
     ringrun, agents = _begin(job)
@@ -414,10 +416,10 @@ def test_ranks_that_ended_meanwhile_are_known_to_the_next_launcher(
     again = job.listen("-np", "3", "--min-np", "1", *job.rank)
     assert again.wait() == 0, again.output
     assert [agent.wait() for agent in agents] == [0, 0]
-    assert not again.lines("epoch")  # the job did not begin again
+    assert not again.lines("epoch")  # the job did not start again
 
 
-def test_a_connection_that_breaks_costs_nothing(job: JoinableJob) -> None:
+def test_a_broken_agent_connection_loses_no_rank(job: JoinableJob) -> None:
     target = ("127.0.0.1", job.port)
     with FaultProxy(target) as proxy:
         words = ["-np", "3", "--min-np", "1", "--max-np", "3"]
@@ -429,9 +431,8 @@ def test_a_connection_that_breaks_costs_nothing(job: JoinableJob) -> None:
         ]
         ringrun.wait_for("epoch 0 start: ./3", 3)
         pids = [job.pids(worker) for worker in range(3)]
-        before = (
-            proxy.connections
-        )  # several lines, if the agent connected before ringrun listened
+        # The agent has connected several times if it started before ringrun listened.
+        before = proxy.connections
         proxy.cut()
         agents[1].wait_for("is gone: 2 ranks here go on, and another is looked for")
         until(lambda: proxy.connections > before)

@@ -1,4 +1,4 @@
-"""Tests of rank and size from launchers' environments, and of misleading variables."""
+"""Tests of reading rank and size from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def find(environ: dict[str, str]) -> LaunchInfo:
     return launch_environment.detect_launch(Config.from_env(environ), environ)
 
 
-def test_alone() -> None:
+def test_no_variables_mean_a_job_of_one() -> None:
     info = find({})
     assert (info.rank, info.size, info.launcher) == (0, 1, "a job of one")
 
@@ -125,7 +125,7 @@ def test_alone() -> None:
         (PMI | {"MASTER_ADDR": "localhost"}, 1, 2, "a launcher with PMI", True),
     ],
 )
-def test_engines(
+def test_rank_and_size_of_each_launcher(
     environ: dict[str, str], rank: int, size: int, source: str, one_host: bool
 ) -> None:
     info = find(environ)
@@ -156,7 +156,7 @@ def test_engines(
         ),
     ],
 )
-def test_the_innermost_engine_counts(environ: dict[str, str], source: str) -> None:
+def test_the_innermost_launcher_counts(environ: dict[str, str], source: str) -> None:
     assert find(environ).launcher == source
 
 
@@ -174,7 +174,7 @@ def test_the_innermost_engine_counts(environ: dict[str, str], source: str) -> No
         {"SLURM_PROCID": None},
     ],
 )
-def test_a_batch_script_is_not_rank_0_of_n(change: dict[str, str | None]) -> None:
+def test_a_batch_script_is_a_job_of_one(change: dict[str, str | None]) -> None:
     batch = SLURM | {"SLURM_PROCID": "0"}
     environ = {k: v for k, v in (batch | change).items() if v is not None}
     assert find(environ).size == 1
@@ -192,7 +192,7 @@ def test_a_batch_script_is_not_rank_0_of_n(change: dict[str, str | None]) -> Non
         dict.fromkeys(KUBEFLOW_JAX | SKYPILOT | PRTERUN | INDEXED_JOB | SLURM, ""),
     ],
 )
-def test_stray_variables_mean_nothing(environ: dict[str, str]) -> None:
+def test_unrelated_variables_are_ignored(environ: dict[str, str]) -> None:
     assert find(environ).launcher == "a job of one"
 
 
@@ -209,13 +209,13 @@ def test_stray_variables_mean_nothing(environ: dict[str, str]) -> None:
         *({size: "1"} for _, _, size in HALF),
     ],
 )
-def test_a_job_of_one_by_a_launcher(environ: dict[str, str]) -> None:
+def test_launchers_of_one_process(environ: dict[str, str]) -> None:
     info = find(environ)
     assert (info.rank, info.size, info.single_host) == (0, 1, True)
 
 
 def refusal(environ: dict[str, str]) -> str:
-    """The error for `environ`, which must not become a job of one rank silently."""
+    """Returns the error for `environ`, which must not silently mean a job of one."""
     with pytest.raises(StartupError) as caught:
         find(environ)
     on_purpose = environ | {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "1"}
@@ -260,7 +260,7 @@ def refusal(environ: dict[str, str]) -> str:
             | {"PET_NODE_RANK": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"},
             "PET_NPROC_PER_NODE is '4' and not 1",
         ),
-        # Two nodes of four processes: RANK counts pods, WORLD_SIZE all processes.
+        # Two pods of four processes. RANK counts pods, and WORLD_SIZE counts processes.
         (
             PYTORCH_JOB
             | {"RANK": "1", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
@@ -281,14 +281,14 @@ def refusal(environ: dict[str, str]) -> str:
         ),
     ],
 )
-def test_several_processes_are_never_jobs_of_one(
+def test_several_processes_are_no_jobs_of_one(
     environ: dict[str, str], expected: str
 ) -> None:
     assert re.search(expected, refusal(environ))
 
 
 @pytest.mark.parametrize(("environ", "rank", "size"), HALF)
-def test_half_of_what_a_launcher_sets(
+def test_incomplete_variables_are_refused(
     environ: dict[str, str], rank: str, size: str
 ) -> None:
     without = {k: v for k, v in environ.items() if k != size}
@@ -311,7 +311,9 @@ BAD = ["x", "-1", "1.0", " 1", "+1", "1 ", "\u0661", "9" * 10, "9" * 5000, "0x1"
         (SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ],
 )
-def test_bad_numbers(environ: dict[str, str], rank: str, size: str, bad: str) -> None:
+def test_bad_ranks_and_sizes(
+    environ: dict[str, str], rank: str, size: str, bad: str
+) -> None:
     for name in (rank, size):
         text = refusal(environ | {name: bad})
         assert re.search(
@@ -343,7 +345,7 @@ def test_bad_local_sizes(environ: dict[str, str]) -> None:
         ("head", "head"),
     ],
 )
-def test_hosts_with_and_without_ports(text: str, host: str) -> None:
+def test_rendezvous_addresses_with_and_without_ports(text: str, host: str) -> None:
     environ = KUBEFLOW_JAX | {"JAX_COORDINATOR_ADDRESS": text}
     assert find(environ).rank0_host == host
     assert find(PYTORCH | {"MASTER_ADDR": text}).rank0_host == host
@@ -356,7 +358,7 @@ def test_a_rendezvous_without_a_rank() -> None:
     assert find(half | JSRUN).size == 12
 
 
-def test_init_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_refuses_incomplete_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PRTERUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StartupError, match="PMIX_RANK=1.*RINGJAX_SIZE"):
@@ -364,7 +366,7 @@ def test_init_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ringjax.is_initialized()
 
 
-def test_what_identifies_a_job() -> None:
+def test_identity_of_a_job() -> None:
     assert find(SLURM).identity == find(SLURM | {"SLURM_PROCID": "0"}).identity
     assert find(SLURM).identity != find(SLURM | {"SLURM_STEP_ID": "1"}).identity
     again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
@@ -377,7 +379,7 @@ def test_what_identifies_a_job() -> None:
     )
 
 
-def test_where_rank_0_is() -> None:
+def test_address_of_rank_0() -> None:
     assert find(SLURM).rank0_host == "n1"
     assert find(SLURM | {"MASTER_ADDR": "head"}).rank0_host == "head"
     assert find(SLURM | {"SLURM_STEP_RESV_PORTS": "16900-16901"}).port == 16900
@@ -391,7 +393,7 @@ def test_where_rank_0_is() -> None:
     assert (info.rank0_host, info.port, info.single_host) == ("head", 4000, False)
 
 
-def test_local_size_tells_whether_there_are_other_hosts() -> None:
+def test_local_size_of_one_and_several_hosts() -> None:
     environ = {"RINGJAX_RANK": "0", "RINGJAX_SIZE": "4", "MASTER_ADDR": "head"}
     assert find(environ | {"RINGJAX_LOCAL_SIZE": "4"}).single_host
     assert not find(environ | {"RINGJAX_LOCAL_SIZE": "2"}).single_host

@@ -1,7 +1,7 @@
-"""The layers of the packages: allowed imports and includes, and names of files.
+"""Tests of the packages' layers: allowed imports and includes, and names of files.
 
-docs/developers/architecture.md says what each package is. A new package needs a place
-in `FLOORS`.
+docs/developers/architecture.md describes each package. A new package must be added to
+`LAYERS`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from statistics import median
 import pytest
 from support.tree import Check, Tree, expect_offences, report
 
-# Packages and single modules by floor, the top floor first. A module may import from
-# its own floor and from lower floors.
-FLOORS = (
+# Packages and single modules by layer, the top layer first. A module may import from
+# its own layer and from lower layers.
+LAYERS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "explain", "top", "__main__"},
     {"optim", "sync", "elastic", "observe", "tuning", "profile"},
@@ -31,19 +31,20 @@ FLOORS = (
     {"config", "settings", "errors", "ops", "failpoints", "stderr", "stdout"}
     | {"_native"},
 )
-FLOOR = {name: -number for number, names in enumerate(FLOORS) for name in names}
-# An import by name. From an f-string, the part before its first variable counts.
+LAYER = {name: -number for number, names in enumerate(LAYERS) for name in names}
+# Matches import_module(). Of an f-string it matches the part before the first brace.
 BY_NAME = r"import_module\(\s*f?[\"'](ringjax\.[\w.]+)"
-ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}  # also start jobs
-# Horovod's module paths, which only re-export names. Horovod chose their vague names,
-# and no module of ringjax imports them.
-HANDING_ON = ("common", "runner")
-FLOOR |= dict.fromkeys(HANDING_ON, 1)
+# Packages that start jobs, and the modules of their engines.
+ENGINES = {"ray": {"ray"}, "spark": {"pyspark", "pyarrow"}}
+# Packages with Horovod's module paths, which only re-export names. Horovod chose these
+# vague names. No module of ringjax imports them.
+REEXPORTING = ("common", "runner")
+LAYER |= dict.fromkeys(REEXPORTING, 1)
 HOROVODS_PATHS = (
     *("ringjax/common/", "ringjax/runner/", "ringjax/spark/common/"),
     *("ringjax/tensorflow/util.py/", "ringjax/ray/utils.py/"),
 )
-MOST_AT_THE_TOP = 16
+MAX_TOP_MODULES = 16
 
 JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
@@ -52,13 +53,13 @@ JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
-# Adapters that import several frameworks: TensorFlow contains Keras, and Keras has
-# backends.
-MORE = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
-MORE["spark"] = {"torch", "keras", "flax"}  # a model of each trains on a DataFrame
-# Modules that may read the environment for other things than ringjax's configuration:
-# variables that ranks inherit, marks of another launcher, the system's folder for
-# sockets, settings that NCCL and JAX read at their start.
+# Adapters that import several frameworks, because TensorFlow contains Keras, and Keras
+# has backends.
+SEVERAL_FRAMEWORKS = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
+SEVERAL_FRAMEWORKS["spark"] = {"torch", "keras", "flax"}  # one estimator for each
+# Modules that may read environment variables other than ringjax's settings: variables
+# that ranks inherit, variables of other launchers, the system's folder for sockets, and
+# settings that NCCL and JAX read when they start.
 ENVIRONMENT_READERS = {
     *(
         "config.py",
@@ -73,17 +74,17 @@ ENVIRONMENT_READERS = {
     "runtime/reused_process.py",  # changes it during a `with` block
 }
 
-DRAWERS = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
-# Medians and no maxima: a long file about one idea reads better than parts of it that
-# only stay below a limit.
+VAGUE_NAMES = {"util", "utils", "misc", "common", "helper", "helpers", "core"}
+# The checks bound medians instead of maxima, because a long file about one idea reads
+# better than the same file cut into parts at a limit.
 MEDIAN_FILE = 150  # lines
 MEDIAN_FUNCTION = 10
-MOST_METHODS = 40  # per class of the core; a larger class has more than one duty
-# A class as clang-format writes it, and the first lines of its methods.
+MAX_METHODS = 40  # per class of the core
+# CLASS matches a class in clang-format's style, and METHOD the first line of a method.
 CLASS = r"(?m)^(?:class|struct) (\w+)[^;{\n]*\{.*\n((?:(?!\};).*\n)*)"
 METHOD = r"(?m)^  (?!//|using |friend |static_assert|.*std::function<)\S.*\("
 
-# room -> the rooms, beside itself, whose headers it may include
+# For each folder of xla_ext, the other folders whose headers it may include.
 ENGINE = {"engine/call", "engine/communicator", "engine/heartbeat", "engine/eager"}
 ENGINE |= {"engine/recorder"}
 INCLUDES = {
@@ -103,8 +104,8 @@ INCLUDES = {
         *("base", "collective", "engine/call", "engine/communicator"),
         "engine/recorder",
     },
-    "cuda": set(),  # some compilers only have this folder
-    "cuda/cuda_on_cpu.h": {"base", "cuda"},  # stands in for the device's headers
+    "cuda": set(),  # some compilers receive only this folder
+    "cuda/cuda_on_cpu.h": {"base", "cuda"},  # replaces CUDA's headers
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "device", *ENGINE},
     "binding": {"base", "transport", "collective", "cuda", "device", "ffi", *ENGINE},
@@ -118,18 +119,18 @@ def _name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _layer(name: str) -> str | None:
+def _package(name: str) -> str | None:
     parts = name.split(".")
     return parts[1] if parts[0] == "ringjax" and len(parts) > 1 else None
 
 
 def _modules(tree: Tree) -> dict[str, str]:
-    """The path of each module by its name."""
+    """Returns the path of each module by its name."""
     return {_name(path): path for path in tree.files("ringjax", ".py")}
 
 
 def _imports(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
-    """The place and the absolute name of each import in a module, also in functions."""
+    """Yields place and absolute name of each import in a module and its functions."""
     parts = path.split("/")
     for node in tree.module(path).imports:
         place = f"{path}:{node.lineno}"
@@ -145,21 +146,21 @@ def _imports(tree: Tree, path: str) -> Iterator[tuple[str, str]]:
         yield place, match[1].rstrip(".")
 
 
-def every_package_has_a_floor(tree: Tree) -> Iterator[str]:
+def every_package_has_a_layer(tree: Tree) -> Iterator[str]:
     modules = _modules(tree)
     for name, path in modules.items():
-        if _layer(name) not in {None, *FLOOR}:
-            yield f"{path}:1: {_layer(name)} has no floor"
+        if _package(name) not in {None, *LAYER}:
+            yield f"{path}:1: {_package(name)} has no layer"
     top = [path for path in modules.values() if path.count("/") == 1]
-    for path in top[:1] if len(top) > MOST_AT_THE_TOP else ():
-        yield f"{path}:1: {len(top)} files at the top, at most {MOST_AT_THE_TOP} fit"
+    for path in top[:1] if len(top) > MAX_TOP_MODULES else ():
+        yield f"{path}:1: {len(top)} files at the top, at most {MAX_TOP_MODULES} fit"
 
 
 def _forbidden(module: str, name: str) -> Iterator[str]:
-    """The reason why a module must not import this name, or ""."""
-    mine, theirs, top = _layer(module) or "", _layer(name), name.split(".")[0]
-    if theirs in FLOOR and FLOOR[theirs] > FLOOR.get(mine, 0):
-        yield f"{theirs} is on a floor above {mine}"
+    """Yields the reasons why a module must not import this name."""
+    mine, theirs, top = _package(module) or "", _package(name), name.split(".")[0]
+    if theirs in LAYER and LAYER[theirs] > LAYER.get(mine, 0):
+        yield f"{theirs} is in a layer above {mine}"
     if theirs == "run" and mine not in ("run", "runner", "doctor", *ENGINES):
         yield f"the launcher is not for {mine}"
     if top in JAX:
@@ -167,24 +168,27 @@ def _forbidden(module: str, name: str) -> Iterator[str]:
     elif any(top in theirs for theirs in ENGINES.values()):
         allowed = top in ENGINES.get(mine, ())
     else:
-        allowed = top not in FRAMEWORKS or top in {mine, *MORE.get(mine, ())}
+        allowed = top not in FRAMEWORKS or top in {
+            mine,
+            *SEVERAL_FRAMEWORKS.get(mine, ()),
+        }
     if not allowed:
         yield f"{top} is not for {mine}"
     if name.startswith("jax._src") and module not in JAX_PRIVATE:
         yield f"{name} is private to JAX"
 
 
-def imports_point_downwards(tree: Tree) -> Iterator[str]:
+def imports_follow_the_layers(tree: Tree) -> Iterator[str]:
     for module, path in _modules(tree).items():
         # ringjax/__init__.py is exempt, because it imports names lazily
         # (test_imports_load_no_other_frameworks).
-        imports = _imports(tree, path) if _layer(module) else ()
+        imports = _imports(tree, path) if _package(module) else ()
         found = (f"{p}: {why}" for p, n in imports for why in _forbidden(module, n))
         yield from dict.fromkeys(found)
 
 
-def nobody_goes_through_the_door(tree: Tree) -> Iterator[str]:
-    """`import ringjax` inside a module would make it depend on the whole package."""
+def no_module_imports_ringjax_itself(tree: Tree) -> Iterator[str]:
+    """Forbids `import ringjax` in modules, which would depend on the whole package."""
     modules = {*_modules(tree), "ringjax._native"}
     for path in _modules(tree).values():
         for node in tree.module(path).imports:
@@ -194,12 +198,12 @@ def nobody_goes_through_the_door(tree: Tree) -> Iterator[str]:
             else:
                 found = {f"ringjax.{x}" for x in names if node.module == "ringjax"}
             for name in sorted(found - modules | found & {"ringjax"}):
-                yield f"{path}:{node.lineno}: {name} comes through the package's door"
+                yield f"{path}:{node.lineno}: {name} is imported from the package"
 
 
-def modules_that_hand_on_hold_nothing(tree: Tree) -> Iterator[str]:
+def reexporting_modules_define_nothing(tree: Tree) -> Iterator[str]:
     modules = _modules(tree).items()
-    for path in [path for name, path in modules if _layer(name) in HANDING_ON]:
+    for path in [path for name, path in modules if _package(name) in REEXPORTING]:
         exported: list[str] = []
         imported: list[str] = []
         for node in ast.parse(tree.text(path)).body[1:]:  # without the docstring
@@ -214,14 +218,14 @@ def modules_that_hand_on_hold_nothing(tree: Tree) -> Iterator[str]:
                 case _:
                     yield f"{path}:{node.lineno}: no import of a name, no __all__"
         if sorted(exported) != sorted(imported):
-            yield f"{path}:1: imports {sorted(imported)}, hands on {sorted(exported)}"
+            yield f"{path}:1: imports {sorted(imported)}, re-exports {sorted(exported)}"
 
 
-def nobody_imports_what_hands_on(tree: Tree) -> Iterator[str]:
+def reexporting_modules_are_not_imported(tree: Tree) -> Iterator[str]:
     for module, path in _modules(tree).items():
         for place, name in _imports(tree, path):
-            if _layer(name) in HANDING_ON and _layer(module) not in HANDING_ON:
-                yield f"{place}: {name} only hands names on"
+            if _package(name) in REEXPORTING and _package(module) not in REEXPORTING:
+                yield f"{place}: {name} only re-exports names"
 
 
 def imports_have_no_cycle(tree: Tree) -> Iterator[str]:
@@ -230,7 +234,7 @@ def imports_have_no_cycle(tree: Tree) -> Iterator[str]:
         (name, used): place
         for name, path in modules.items()
         for place, used in _imports(tree, path)
-        # `from . import x` inside a package names the package too; that is no cycle.
+        # `from . import x` inside a package also names the package. This is no cycle.
         if used in modules.keys() - {"ringjax", name}
         and not name.startswith(f"{used}.")
     }
@@ -252,44 +256,44 @@ def only_config_reads_the_environment(tree: Tree) -> Iterator[str]:
                 yield f"{place}: only config.py reads the environment"
 
 
-def _room(path: str) -> str:
-    """The longest key of INCLUDES that a path in xla_ext begins with."""
-    rooms = (k for k in INCLUDES if f"{path}/".startswith(f"{k}/"))
-    return max(rooms, key=len, default="")
+def _folder_of(path: str) -> str:
+    """Returns the longest key of INCLUDES that is a prefix of a path in xla_ext."""
+    folders = (k for k in INCLUDES if f"{path}/".startswith(f"{k}/"))
+    return max(folders, key=len, default="")
 
 
 def _includes(tree: Tree, path: str) -> Iterator[tuple[str, str, bool]]:
-    """The place and the name of each included header, and whether it is quoted."""
+    """Yields each included header with its place, and whether it is quoted."""
     for place, match in tree.matches(r'(?m)^\s*#\s*include\s+(["<])([^">]+)', path):
         yield place, match[2], match[1] == '"'
 
 
 def includes_point_downwards(tree: Tree) -> Iterator[str]:
     for path in tree.files("xla_ext", ".h .cc .cu"):
-        room = _room(path.removeprefix("xla_ext/"))
+        folder = _folder_of(path.removeprefix("xla_ext/"))
         for place, header, quoted in _includes(tree, path):
             beside = (tree.root / path).parent / header
-            theirs = room if beside.exists() else _room(header)
+            theirs = folder if beside.exists() else _folder_of(header)
             if header.startswith("xla/"):
-                if room != "ffi":
+                if folder != "ffi":
                     yield f"{place}: {header} is for ffi alone"
             elif quoted:
-                if not theirs or theirs not in {room, *INCLUDES.get(room, ())}:
-                    yield f"{place}: {header} is not for {room or 'no room'}"
-            elif header.startswith(("nanobind", "Python.h")) and room != "binding":
+                if not theirs or theirs not in {folder, *INCLUDES.get(folder, ())}:
+                    yield f"{place}: {header} is not for {folder or 'no folder'}"
+            elif header.startswith(("nanobind", "Python.h")) and folder != "binding":
                 yield f"{place}: {header} is for binding alone"
 
 
-def files_are_no_drawers_and_open_with_what_they_are(tree: Tree) -> Iterator[str]:
+def file_names_are_specific_and_files_begin_with_a_summary(tree: Tree) -> Iterator[str]:
     for path in tree.files(EVERYTHING, ".py .pyi .h .cc .cu .sh"):
-        words = {*re.split(r"[_./]", path)} & DRAWERS
+        words = {*re.split(r"[_./]", path)} & VAGUE_NAMES
         if words and not f"{path}/".startswith(HOROVODS_PATHS):
             yield f"{path}:1: {', '.join(words)} says nothing: name what is inside"
         text = tree.text(path)
         if path.endswith(".py") and text.strip() and not tree.module(path).docstring:
-            yield f"{path}:1: say what it is, and what it is not"
+            yield f"{path}:1: begin with a summary of the file"
         if path.endswith((".h", ".cc", ".cu")) and not text.startswith("//"):
-            yield f"{path}:1: say what it is, and what it is not"
+            yield f"{path}:1: begin with a summary of the file"
 
 
 def most_files_and_functions_are_short(tree: Tree) -> Iterator[str]:
@@ -314,46 +318,46 @@ def classes_of_the_core_have_one_duty(tree: Tree) -> Iterator[str]:
     for path in tree.files("xla_ext", ".h"):
         for place, found in tree.matches(CLASS, path):
             methods = len(re.findall(METHOD, found[2]))
-            if methods > MOST_METHODS:
-                yield f"{place}: {found[1]} has {methods} methods: give it parts"
+            if methods > MAX_METHODS:
+                yield f"{place}: {found[1]} has {methods} methods: split it"
 
 
 CHECKS: list[Check] = [
-    *(every_package_has_a_floor, imports_point_downwards),
-    *(nobody_goes_through_the_door, modules_that_hand_on_hold_nothing),
-    *(nobody_imports_what_hands_on, imports_have_no_cycle),
+    *(every_package_has_a_layer, imports_follow_the_layers),
+    *(no_module_imports_ringjax_itself, reexporting_modules_define_nothing),
+    *(reexporting_modules_are_not_imported, imports_have_no_cycle),
     *(only_config_reads_the_environment, includes_point_downwards),
-    files_are_no_drawers_and_open_with_what_they_are,
+    file_names_are_specific_and_files_begin_with_a_summary,
     *(most_files_and_functions_are_short, classes_of_the_core_have_one_duty),
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_no_file_breaks_the_rule(check: Check) -> None:
+def test_files_follow_the_rule(check: Check) -> None:
     report(check)
 
 
 def test_each_offence_is_named(tmp_path: Path) -> None:
     files = {
-        **dict.fromkeys((f"ringjax/{name}.py" for name in FLOOR), ""),
+        **dict.fromkeys((f"ringjax/{name}.py" for name in LAYER), ""),
         "ringjax/common.py": "'''D.''' # !! common says nothing: name what is inside",
         "ringjax/__init__.py": """'''D.''' # !! 41 files at the top, at most 16 fit
-from ringjax.common import a # !! ringjax.common only hands names on !! common.a only
+from ringjax.common import a # !! ringjax.common only re-exports names !! common.a only
 """,
-        "ringjax/attic/a.py": "'''D.''' # !! attic has no floor",
-        "ringjax/common/a.py": """'''D.''' # !! imports ['b'], hands on []
+        "ringjax/attic/a.py": "'''D.''' # !! attic has no layer",
+        "ringjax/common/a.py": """'''D.''' # !! imports ['b'], re-exports []
 from ringjax.ops import b
 b = 1 # !! no import of a name, no __all__
 """,
         "ringjax/config.py": """'''D.'''
 import jax._src.x # !! jax is not for config !! jax._src.x is private to JAX
-import ringjax, torch # !! ringjax comes through !! torch is not for config
+import ringjax, torch # !! ringjax is imported from !! torch is not for config
 def late():
     if True:
-        from ringjax.run import cli # !! run is on a floor above !! the launcher is not
-        from ringjax import errors, rank # !! ringjax.rank comes through
+        from ringjax.run import cli # !! run is in a layer above !! the launcher is not
+        from ringjax import errors, rank # !! ringjax.rank is imported from
         import pyspark # !! pyspark is not for config
-        importlib.import_module("ringjax.xla.a") # !! xla is on a floor above config
+        importlib.import_module("ringjax.xla.a") # !! xla is in a layer above config
 def long():
     '''D.'''
 """
@@ -366,9 +370,9 @@ os.environ # !! only config.py reads the environment
         "ringjax/links/two.py": """'''D.'''
 from ringjax.links.one import x # !! ringjax.links.one is part of a cycle
 """,
-        "tests/utils.py": "1 # !! say what it is !! utils says nothing\n",
-        "xla_ext/lone.h": '// D.\n#include "base/f.h" // !! is not for no room',
-        "xla_ext/base/a.h": """ // !! say what it is, and what it is not
+        "tests/utils.py": "1 # !! begin with a summary !! utils says nothing\n",
+        "xla_ext/lone.h": '// D.\n#include "base/f.h" // !! is not for no folder',
+        "xla_ext/base/a.h": """ // !! begin with a summary of the file
 #include "ffi/b.h" // !! ffi/b.h is not for base
   # include "xla/c.h" // !! xla/c.h is for ffi alone
 #include "nowhere/d.h" // !! nowhere/d.h is not for base
@@ -377,7 +381,7 @@ from ringjax.links.one import x # !! ringjax.links.one is part of a cycle
 #include "f.h"
 """,
         "xla_ext/base/f.h": "// D.\nclass Few {\n  void A();\n  int a_;\n};\n"
-        "class Many : Few {  // !! Many has 41 methods: give it parts\n"
+        "class Many : Few {  // !! Many has 41 methods: split it\n"
         + "  void A(int a,\n         int b);\n" * 41
         + "};\n",
     }

@@ -1,7 +1,7 @@
-"""RINGJAX_TLS=required on links between ranks: keys, secrecy, damaged records.
+"""Tests of RINGJAX_TLS=required on links: keys, secrecy, damaged records.
 
-The records themselves: tests/native/channel_test.cc. Most needs a Python whose ssl has
-pre-shared keys, 3.13.
+tests/native/channel_test.cc tests the records. Most tests need Python 3.13, whose ssl
+module has pre-shared keys.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ __all__ = ["world"]  # a fixture
 
 HELLO = HandshakeRequest(JOB, Purpose.DATA, caller=1, callee=0)
 SENTENCE = "a sentence that nobody else may read"
-HALF = 44  # bytes of a key: for one direction
+HALF = 44  # bytes of the key for one direction
 
 
 @needs_tls
 @pytest.mark.parametrize("mine", [TlsOffer.ABLE, TlsOffer.REQUIRED])
 @pytest.mark.parametrize("theirs", [TlsOffer.ABLE, TlsOffer.REQUIRED])
-def test_a_link_is_encrypted_if_one_end_requires_it(
-    mine: TlsOffer, theirs: TlsOffer
-) -> None:
+def test_one_end_can_require_encryption(mine: TlsOffer, theirs: TlsOffer) -> None:
     one, other = run_handshake(SECRET, HELLO, mine, theirs)
     if TlsOffer.REQUIRED not in (mine, theirs):
         assert one.link == other.link == b""
@@ -49,7 +47,7 @@ def test_a_link_is_encrypted_if_one_end_requires_it(
 
 
 @needs_tls
-def test_what_leaves_a_host_has_keys_and_what_stays_has_none(
+def test_only_links_between_hosts_have_keys(
     world: Callable[..., Ranks],
 ) -> None:
     ranks = world((0, 1, 0), tls="required", tcp_streams=2)
@@ -71,7 +69,7 @@ def test_what_leaves_a_host_has_keys_and_what_stays_has_none(
 
 
 @pytest.mark.parametrize("tls", ["auto", "off"])
-def test_else_all_links_are_plain(world: Callable[..., Ranks], tls: str) -> None:
+def test_links_are_plain_by_default(world: Callable[..., Ranks], tls: str) -> None:
     meshes = world((0, 1), tls=tls).build()
     assert [len(link) for mesh in meshes for link in mesh.links] == [3, 3]
     assert [mesh.control_keys for mesh in meshes] == [[b""], [b""]]
@@ -79,7 +77,7 @@ def test_else_all_links_are_plain(world: Callable[..., Ranks], tls: str) -> None
 
 @needs_tls
 @pytest.mark.parametrize("without", [0, 1])
-def test_an_end_that_has_none_is_refused_and_it_is_said_why(
+def test_a_rank_without_tls_is_refused_with_a_reason(
     world: Callable[..., Ranks], without: int
 ) -> None:
     ranks = world((0, 1), tls="required", start_timeout=1.0)
@@ -101,10 +99,10 @@ def test_an_end_that_has_none_is_refused_and_it_is_said_why(
 
 
 @contextlib.contextmanager
-def watched(
+def two_heartbeats(
     fault: Fault, encrypted: bool
 ) -> Iterator[tuple[list[_native.Heartbeat], FaultProxy]]:
-    """Two heartbeats with a proxy between them."""
+    """Starts two heartbeats that are connected through a proxy."""
     with contextlib.ExitStack() as stack:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             proxy = stack.enter_context(FaultProxy(listener.getsockname(), up=fault))
@@ -127,10 +125,10 @@ def watched(
         yield beats, proxy
 
 
-def test_who_listens_reads_nothing() -> None:
+def test_encrypted_data_is_unreadable_on_the_wire() -> None:
     received = []
     for encrypted in (False, True):
-        with watched(Fault(), encrypted) as (beats, proxy):
+        with two_heartbeats(Fault(), encrypted) as (beats, proxy):
             beats[0].fail(SENTENCE)
             until(lambda beat=beats[1]: beat.lost())
             assert SENTENCE in beats[1].lost()[0][1]
@@ -140,17 +138,17 @@ def test_who_listens_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 5, 30, 300])
-def test_what_was_altered_is_not_believed_and_called_so(at: int) -> None:
-    with watched(Fault(flip_at=at), encrypted=True) as (beats, _):
+def test_altered_records_are_detected_and_named(at: int) -> None:
+    with two_heartbeats(Fault(flip_at=at), encrypted=True) as (beats, _):
         until(lambda: beats[1].lost())
         assert beats[1].lost() == [
             (0, "sent data that were altered on their way, or are no TLS records")
         ]
 
 
-def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
-    with watched(Fault(drip=7), encrypted=True) as (beats, proxy):
-        until(lambda: len(proxy.received[0]) > 600)  # some ten beats
+def test_an_encrypted_heartbeat_works_and_detects_the_end() -> None:
+    with two_heartbeats(Fault(drip=7), encrypted=True) as (beats, proxy):
+        until(lambda: len(proxy.received[0]) > 600)  # about ten heartbeats
         assert [beat.lost() for beat in beats] == [[], []]
         beats[0].close()
         until(lambda: beats[1].lost())
@@ -158,7 +156,7 @@ def test_an_encrypted_heartbeat_lives_and_notices_the_end() -> None:
 
 
 @pytest.mark.parametrize("keys", [[b"k" * 88, b"k" * 88], [b"k" * 87]])
-def test_keys_that_do_not_fit_are_refused(keys: list[bytes]) -> None:
+def test_bad_keys_are_refused(keys: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         with pytest.raises(_native.StatusError, match="key"):

@@ -1,6 +1,6 @@
-"""Calls for a future epoch wait, and calls for a past epoch are refused.
+"""Tests that a listener keeps calls for future epochs and refuses calls for past ones.
 
-What a listener does within one epoch is in test_mesh.py.
+test_mesh.py tests calls within one epoch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def call(listener: LinkListener, epoch: int) -> ConnectionKey:
     return ConnectionKey(epoch, 0, Purpose.CONTROL, 0, 3)
 
 
-def test_epochs_come_and_go(listener: LinkListener) -> None:
+def test_calls_for_past_and_future_epochs(listener: LinkListener) -> None:
     early, next_one = call(listener, 4), call(listener, 7)
     listener.discard_before(5)
     assert listener.accept(early, 0.0) is None
@@ -53,7 +53,7 @@ def test_epochs_come_and_go(listener: LinkListener) -> None:
     assert listener.hello_entries()["addresses"] == listener.addresses[0]
 
 
-def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
+def test_an_error_with_one_caller_does_not_affect_the_next(
     listener: LinkListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "_refusal_of", lambda request: 1 / 0)
@@ -65,7 +65,9 @@ def test_what_goes_wrong_with_one_caller_is_nothing_to_the_next(
     accepted.sock.close()
 
 
-def test_a_thread_that_ends_unasked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_listening_thread_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     ended = threading.Event()
 

@@ -1,7 +1,7 @@
 """Tests of the collectives' lowering in JAX: calls, order, rules, refusals.
 
-The job has one rank: this process. The results of the calls are tested in tests/ranks/
-and the memory that they share in test_aliases.py.
+This process is the only rank of the job. tests/ranks tests the results of the calls,
+and test_aliases.py their aliasing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ringjax.xla import call_order, jax_private
 @pytest.fixture(scope="module", autouse=True)
 def _job_of_one() -> Iterator[None]:
     ringjax.init()
-    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts the backend
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts JAX's backend
     yield
     ringjax.shutdown()
 
 
 def bound(f: Any, *args: Any) -> list[tuple[str, int]]:
-    """Name and number of operands of the collectives in the jaxpr of `f`."""
+    """Returns name and number of operands of the collectives in the jaxpr of `f`."""
     found = equations(jax.make_jaxpr(f)(*args).jaxpr)
     return [
         (name.removeprefix("ringjax."), len(e.invars))
@@ -49,7 +49,7 @@ def bound(f: Any, *args: Any) -> list[tuple[str, int]]:
 # -- the calls -------------------------------------------------------------------------
 
 
-def test_one_tree_is_one_call() -> None:
+def test_a_tree_is_one_call() -> None:
     tree = {"a": jnp.ones(3), "b": [jnp.ones((2, 2), "int8"), 1.0]}
     (call,) = calls(ringjax.allreduce, tree)
     assert call.target == "ringjax_run"
@@ -59,13 +59,13 @@ def test_one_tree_is_one_call() -> None:
 
 
 def many(count: int, size: int = 3) -> list[Any]:
-    """Tiny leaves of two dtypes and odd sizes, none equal to another."""
+    """Returns small leaves of two dtypes with different values."""
     dtypes = (np.float32, np.int32)
     return [np.full(1 + i % size, i, dtypes[i % 2]) for i in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 161, 512, 513, 1025, 1700])
-def test_many_tensors_are_few_calls_in_their_order(count: int) -> None:
+def test_many_tensors_make_few_ordered_calls(count: int) -> None:
     leaves = many(count)
     for f in (ringjax.grouped_allreduce, partial(ringjax.broadcast, root_rank=0)):
         found = calls(f, leaves)
@@ -79,7 +79,7 @@ def test_many_tensors_are_few_calls_in_their_order(count: int) -> None:
 
 @pytest.mark.parametrize("count", [512, 513, 1700])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_many_gradients_are_few_calls_of_one_step(overlap: bool, count: int) -> None:
+def test_many_gradients_make_few_calls(overlap: bool, count: int) -> None:
     leaves = many(count)
     tx = ringjax.allreduce_grads(op=ringjax.Sum, overlap=overlap)
     found = calls(tx.update, leaves, tx.init(leaves))
@@ -95,7 +95,7 @@ def test_many_gradients_are_few_calls_of_one_step(overlap: bool, count: int) -> 
             assert y.dtype == x.dtype
 
 
-def test_in_an_elastic_job_many_tensors_are_reduced_over_the_same_ranks(
+def test_elastic_jobs_reduce_many_tensors_in_one_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = dataclasses.replace(runtime.config(), elastic=True)
@@ -138,7 +138,7 @@ def test_derivatives_and_batches_of_many_tensors() -> None:
         np.testing.assert_array_equal(y, x)
 
 
-def test_neither_rank_nor_size_is_compiled_in() -> None:
+def test_rank_and_size_are_not_compiled_in() -> None:
     for f in (ringjax.allreduce, partial(ringjax.broadcast, root_rank=0)):
         (call,) = calls(f, jnp.ones(3))
         assert "size = 0 : i64" in call.rest
@@ -148,7 +148,7 @@ def test_neither_rank_nor_size_is_compiled_in() -> None:
     assert "counts = array<i64: 3>" in call.rest
 
 
-def test_the_second_call_has_one_operand_more() -> None:
+def test_the_second_call_depends_on_the_first() -> None:
     def program(x: Any, y: Any, seq: Any) -> Any:
         x = ringjax.allreduce(x)
         (y,), seq = chained([y], seq)
@@ -157,13 +157,13 @@ def test_the_second_call_has_one_operand_more() -> None:
         return x, y, z, seq
 
     found = calls(program, jnp.ones(3), jnp.ones(4), SEQ)
-    # leaf, order; leaf, order, tie; leaf, order, tie; order, tie
+    # The operands are (leaf, order), (leaf, order, tie) twice, and (order, tie).
     assert [len(call.operands) for call in found] == [2, 3, 3, 2]
     for before, call in pairwise(found):
         assert call.operands[-1] == before.order
 
 
-def test_without_the_tie_the_control_has_none() -> None:
+def test_unordered_calls_have_no_tie() -> None:
     def program(x: Any) -> Any:
         return ringjax.allreduce(x), chained([x + 1], SEQ)
 
@@ -172,7 +172,7 @@ def test_without_the_tie_the_control_has_none() -> None:
         assert [len(call.operands) for call in calls(program, jnp.ones(4))] == [2, 2]
 
 
-def test_a_block_is_tied_within_itself_only() -> None:
+def test_calls_in_a_loop_body_are_tied_to_each_other() -> None:
     def program(x: Any) -> Any:
         def body(carry: Any, _: Any) -> Any:
             return chained([ringjax.allreduce(carry)], SEQ)[0][0], None
@@ -182,7 +182,7 @@ def test_a_block_is_tied_within_itself_only() -> None:
     assert [len(call.operands) for call in calls(program, jnp.ones(3))] == [2, 2, 3]
 
 
-def test_start_done_is_one_chain() -> None:
+def test_starts_and_dones_form_one_chain() -> None:
     def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
         ringjax.allreduce(a)
         return chained([a, b, c], seq, cuts=((2, 1), (0,)))
@@ -191,7 +191,7 @@ def test_start_done_is_one_chain() -> None:
     targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
     assert [call.target for call in found] == targets
     chain = found[1:]
-    # Only the first START has a tie. Each later call depends on the call before by seq.
+    # Only the first START has a tie. Each later call depends on its predecessor's seq.
     assert [len(call.operands) for call in chain] == [4, 2, 3, 2]
     for before, call in pairwise(found):
         assert call.operands[-1] == before.order
@@ -209,7 +209,7 @@ def test_start_done_is_one_chain() -> None:
         (0, "run run run"),
     ],
 )
-def test_what_is_on_its_way_fits_the_memory(monkeypatch, memory, kinds) -> None:
+def test_started_calls_fit_into_the_memory(monkeypatch, memory, kinds) -> None:
     config = dataclasses.replace(runtime.config(), overlap_memory=memory)
     monkeypatch.setattr(runtime, "config", lambda: config)
 
@@ -230,9 +230,7 @@ def test_what_is_on_its_way_fits_the_memory(monkeypatch, memory, kinds) -> None:
     ("memory", "kinds"),
     [(512, "start start start done done done"), (511, "run")],  # twice 256 bytes
 )
-def test_in_an_elastic_job_a_step_is_on_its_way_as_a_whole(
-    monkeypatch, memory, kinds
-) -> None:
+def test_elastic_steps_start_all_their_calls(monkeypatch, memory, kinds) -> None:
     config = dataclasses.replace(
         runtime.config(),
         elastic=True,
@@ -293,12 +291,12 @@ def test_zero_tangents_and_cotangents_are_not_sent() -> None:
         ),
     ],
 )
-def test_what_the_derivative_sends(f: Any, expected: list[str]) -> None:
+def test_collectives_of_derivatives(f: Any, expected: list[str]) -> None:
     found = bound(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))), jnp.ones((2, 3)))
     assert sorted(name for name, _ in found) == sorted(expected)
 
 
-def test_batching_binds_one_call_for_all() -> None:
+def test_vmap_makes_one_call() -> None:
     for f in (ringjax.allreduce, ringjax.allgather, ringjax.alltoall):
         assert len(bound(jax.vmap(f, in_axes=1), jnp.ones((4, 5)))) == 1
     ensemble = jax.vmap(lambda x, s: chained([x], s))
@@ -335,7 +333,7 @@ def test_the_chain_checks_its_state() -> None:
     assert chained([], SEQ) == ([], SEQ)
 
 
-def test_before_init() -> None:
+def test_collectives_need_init() -> None:
     code = """
 import jax.numpy as jnp, ringjax
 for op in ("allreduce", "allgather", "reducescatter", "alltoall", "barrier"):
@@ -357,7 +355,7 @@ for op in ("allreduce", "allgather", "reducescatter", "alltoall", "barrier"):
     ], done.stderr
 
 
-def test_process_set_that_is_not_registered() -> None:
+def test_an_unregistered_process_set_is_refused() -> None:
     with raises(ValueError, "ringjax.allgather: process_set", "not registered"):
         ringjax.allgather(jnp.ones(2), process_set=ringjax.ProcessSet([0]))
 

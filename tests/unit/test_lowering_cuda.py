@@ -1,7 +1,8 @@
-"""Tests of the collectives' lowering for CUDA: the text of programs, without a device.
+"""Tests of the collectives' lowering for CUDA, without a device.
 
-The job has one rank: this process. test_lowering.py tests the parts that are equal on
-all platforms, and tests/gpu/schedule.py the schedules that XLA makes.
+This process is the only rank of the job, and the tests read the text of programs.
+test_lowering.py tests properties that do not depend on the platform, and
+tests/gpu/schedule.py tests XLA's schedules.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ADD = re.compile(r"(%\w+) = stablehlo\.add (%\w+(?:#\d+)?), (%\w+) : tensor<1xui
 @pytest.fixture(scope="module", autouse=True)
 def _job_of_one() -> Iterator[None]:
     ringjax.init()
-    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts the backend
+    jax.block_until_ready(ringjax.allreduce(jnp.ones(1)))  # starts JAX's backend
     yield
     ringjax.shutdown()
 
@@ -44,7 +45,7 @@ def on_cuda(f: Any, *args: Any) -> list[Call]:
 
 
 @pytest.mark.usefixtures("no_device")
-def test_cuda_overlaps_where_the_cpu_does_not() -> None:
+def test_cuda_overlaps_if_the_cpu_does_not() -> None:
     def program(a: Any, b: Any, c: Any, seq: Any) -> Any:
         ringjax.allreduce(a)
         return chained(
@@ -61,8 +62,8 @@ def test_cuda_overlaps_where_the_cpu_does_not() -> None:
     found = found_in(text)
     targets = ["ringjax_run", *["ringjax_start"] * 2, *["ringjax_done"] * 2]
     assert [call.target for call in found] == targets
-    # The calls are one chain: each has the order of the call before it as an operand.
-    # Every START and DONE reduces in place.
+    # The calls form one chain: each call has its predecessor's order as an operand.
+    # Each START and DONE reduces in place.
     assert [len(call.operands) for call in found] == [2, 4, 2, 3, 2]
     for before, call in pairwise(found):
         assert call.operands[-1] == before.order
@@ -76,7 +77,7 @@ def test_cuda_overlaps_where_the_cpu_does_not() -> None:
 
 @pytest.mark.usefixtures("no_device")
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_the_program_counts_seq_on_cuda(overlapped: bool) -> None:
+def test_the_program_increments_seq_on_cuda(overlapped: bool) -> None:
     def program(a: Any, b: Any, seq: Any) -> Any:
         (a, b), seq = chained([a, b], seq, ((1,), (0,)), overlapped=overlapped)
         (a, b), seq = chained([a, b], seq, ((1,), (0,)), overlapped=overlapped)
@@ -130,7 +131,7 @@ def test_other_devices_are_refused() -> None:
         calls(ringjax.allreduce, jnp.ones(2), platform="rocm")
 
 
-def test_auto_overlaps_on_cuda_only() -> None:
+def test_automatic_overlap_is_for_cuda_only() -> None:
     def parameters(**options: Any) -> tuple[bool, bool]:
         tx = ringjax.allreduce_grads(**options)
         grads = {"a": jnp.ones(2)}
@@ -150,9 +151,7 @@ def test_auto_overlaps_on_cuda_only() -> None:
     ("dtype", "op"),
     [(jnp.int16, "Sum"), (jnp.uint16, "Max"), (jnp.complex64, "Product")],
 )
-def test_what_nccl_cannot_reduce_is_refused_before_it_is_compiled(
-    dtype: Any, op: str
-) -> None:
+def test_unsupported_nccl_reductions_fail_when_lowered(dtype: Any, op: str) -> None:
     x = jnp.ones(3, dtype)
     f = partial(ringjax.allreduce, op=getattr(ringjax, op))
     assert calls(f, x)  # on CPUs it works
@@ -162,7 +161,7 @@ def test_what_nccl_cannot_reduce_is_refused_before_it_is_compiled(
 
 
 @pytest.mark.usefixtures("no_device")
-def test_adasum_is_refused_before_it_is_compiled() -> None:
+def test_adasum_on_cuda_fails_when_lowered() -> None:
     x = jnp.ones(3)
     assert calls(partial(ringjax.allreduce, op=ringjax.Adasum), x)
     with raises(ValueError, "ringjax.allreduce: op=Adasum", "on CUDA devices"):
@@ -173,7 +172,7 @@ def test_adasum_is_refused_before_it_is_compiled() -> None:
 
 
 @pytest.mark.usefixtures("no_device")
-def test_chains_of_one_program_have_buckets_of_their_own() -> None:
+def test_chains_of_one_program_have_separate_buckets() -> None:
     def program(a: Any, b: Any) -> Any:
         first = chained([a, b], SEQ, ((1,), (0,)), overlapped=True)
         return first, chained([a, b], SEQ, ((1,), (0,)), overlapped=True)
@@ -185,7 +184,7 @@ def test_chains_of_one_program_have_buckets_of_their_own() -> None:
 
 @pytest.mark.usefixtures("no_device")
 def test_a_bucket_starts_where_its_gradients_are_complete() -> None:
-    """Each START but the last is tied to an operand of the later backward pass."""
+    """Each START except the last is tied to an operand of the next backward layer."""
 
     def program(ws: Any, x: Any, seq: Any) -> Any:
         def loss(ws: Any) -> Any:
@@ -203,7 +202,8 @@ def test_a_bucket_starts_where_its_gradients_are_complete() -> None:
     kinds = ("ringjax_start", "ringjax_done", "optimization_barrier", "dot_general")
     found = [kind for line in lines for kind in kinds if kind in line]
     start, done, barrier, dot = kinds
-    # Three products forward; backward each layer's weights, and what goes further down.
+    # The forward pass has three products. The backward pass has two per layer, one for
+    # the weights and one for the input, but the first layer needs no input gradient.
     behind = [dot, start, barrier, dot, dot, start, barrier, dot, dot, start]
     assert found == [dot] * 3 + behind + [done] * 3
 
@@ -218,8 +218,8 @@ def test_parameters_are_compared_on_cpus_only() -> None:
 
     on_cpu = calls(program, grads, SEQ)
     assert [call.target for call in on_cpu] == ["ringjax_check", "ringjax_run"]
-    # The check sends the number of the step and all parameters. The gradients' call
-    # comes after it.
+    # The check sends the number of the step and all parameters. The call for the
+    # gradients depends on the check.
     assert len(on_cpu[0].operands) == 3
     assert on_cpu[0].order in on_cpu[1].operands
     assert [call.target for call in on_cuda(program, grads, SEQ)] == ["ringjax_run"]

@@ -1,7 +1,6 @@
-"""More than 1,024 descriptors work, and an error names the limit that forbids them.
+"""Tests of more than 1,024 descriptors, and of errors that name the limit.
 
-How ranks and servers come together by hundreds is in test_handshake.py and
-test_job_that_stops.py.
+test_handshake.py and test_job_that_stops.py test hundreds of ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_descriptors_beyond_1024_can_be_waited_for(
+def test_waiting_for_descriptors_beyond_1024(
     limit: Callable[[int], None],
 ) -> None:
     limit(2048)
@@ -58,7 +57,7 @@ def test_descriptors_beyond_1024_can_be_waited_for(
             os.close(fd)
 
 
-def test_nobody_uses_what_ends_at_1024() -> None:
+def test_no_module_calls_select() -> None:
     users = [
         str(path)
         for path in (ROOT / "ringjax").rglob("*.py")
@@ -77,12 +76,12 @@ def test_the_soft_limit_is_raised_as_far_as_needed(
 
 
 def _forbid(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Pretends a hard limit that leaves room for `most` more descriptors."""
+    """Patches the hard limit so that it allows only `most` more descriptors."""
     hard = len(os.listdir("/proc/self/fd")) + most
     monkeypatch.setattr(resource, "getrlimit", lambda which: (hard, hard))
 
 
-def test_a_server_that_may_not_have_enough_says_so_before_it_starts(
+def test_a_coordinator_with_a_low_limit_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _forbid(monkeypatch, 20)
@@ -92,7 +91,7 @@ def test_a_server_that_may_not_have_enough_says_so_before_it_starts(
         Coordinator(bytes(32), "0" * 16, np=40)
 
 
-def test_a_rank_that_may_not_have_enough_says_so(
+def test_a_low_limit_is_named_by_the_rank(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0))
@@ -103,7 +102,7 @@ def test_a_rank_that_may_not_have_enough_says_so(
         ranks.factories[0].build(0, range(3), "world")
 
 
-def test_a_shortage_in_between_is_no_loss_of_a_peer(
+def test_a_later_shortage_is_no_peer_loss(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0))
@@ -122,10 +121,10 @@ def test_a_shortage_in_between_is_no_loss_of_a_peer(
         futures[1].result()
 
 
-def test_few_may_be_on_their_way(
+def test_descriptors_in_flight_are_few(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel counts descriptors in flight per user, except for root."""
+    """The kernel limits the descriptors in flight per user, except for root."""
     send, receive = shared_memory.send_descriptors, shared_memory.receive_descriptors
     lock, under_way = threading.Lock(), [0]
 
@@ -151,8 +150,8 @@ def test_few_may_be_on_their_way(
         assert mesh.segment is not None
 
 
-def test_nothing_is_taken_that_is_for_somebody_else() -> None:
-    """A fast rank's heartbeat may arrive while this rank still waits for others."""
+def test_receiving_early_leaves_heartbeats_unread() -> None:
+    """A fast rank's heartbeat may arrive while this rank still connects to others."""
     one, two = socket.socketpair()
     with one:
         pair = PairSetup(1, local=True, shm=True, watched=False)
@@ -167,7 +166,7 @@ def test_nothing_is_taken_that_is_for_somebody_else() -> None:
         pair.close()
 
 
-def test_too_many_on_their_way_are_waited_for(
+def test_sending_retries_if_too_many_descriptors_are_in_flight(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send, refused = shared_memory.send_descriptors, []
@@ -183,7 +182,7 @@ def test_too_many_on_their_way_are_waited_for(
         assert [link[0] for link in mesh.links] == ["shm", "shm"]
 
 
-def test_descriptors_that_did_not_fit_are_a_shortage(
+def test_descriptors_that_the_kernel_dropped_are_a_shortage(
     limit: Callable[[int], None],
 ) -> None:
     one, two = socket.socketpair()

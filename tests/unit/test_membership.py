@@ -1,4 +1,4 @@
-"""The rules of elastic jobs, one by one. The simulation tests them together."""
+"""Tests of single rules of elastic jobs. The simulation tests their combination."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_ranks_are_in_the_order_of_worker_numbers() -> None:
     assert [m["rank"] for m in job.last(4)["members"]] == [0, 1, 2]
 
 
-def test_fewer_may_start_when_time_is_up() -> None:
+def test_fewer_ranks_may_start_after_the_timeout() -> None:
     job = Job(5, 2).hello(3, 1)
     job.wait(119)
     assert job.epoch == -1
@@ -59,12 +59,12 @@ def test_a_second_loss_while_reports_are_awaited() -> None:
     job.lose(2)
     assert job.last(1)["lost"].keys() == {"2", "3"}
     job.report(1, line=(5, 5, True))
-    # The lost rank has returned from the call, so the call stays committed.
+    # The lost rank has completed the call, so the call stays committed.
     assert job.last(1)["verdicts"] == {"0": (6, True)}
     assert job.order() == [0, 1]
 
 
-def test_a_loss_while_an_epoch_forms() -> None:
+def test_a_loss_during_the_start_of_an_epoch() -> None:
     job = started(4)
     job.lose(3)
     job.report(0, 1, 2)
@@ -72,13 +72,13 @@ def test_a_loss_while_an_epoch_forms() -> None:
     revoke = job.last(1, "revoke")
     assert revoke["lost"] == {"0": "lost its connection to the coordinator (EOF)"}
     assert (revoke["epoch"], revoke["restart"]) == (1, False)
-    # About a past epoch.
+    # A report about a past epoch is ignored.
     job.membership.on_message(1, {"type": "report", "epoch": 0}, job.now)
     job.report(1, 2)
     assert (job.epoch, job.last(2)["previous"]) == (2, [1, 2])
 
 
-def test_who_does_not_report_is_lost() -> None:
+def test_a_member_that_does_not_report_is_lost() -> None:
     job = started(3)
     job.lose(0)
     job.report(1)
@@ -89,7 +89,7 @@ def test_who_does_not_report_is_lost() -> None:
     assert job.last(2) == {"type": "fenced", "text": "did not report within 5 s"}
 
 
-def test_a_report_alone_ends_an_epoch() -> None:
+def test_an_unrequested_report_ends_an_epoch() -> None:
     job = started(2)
     job.report(0)
     assert job.last(1)["type"] == "revoke"
@@ -97,7 +97,7 @@ def test_a_report_alone_ends_an_epoch() -> None:
     assert job.order() == [0, 1]
 
 
-def test_the_silent_are_lost_soon_if_somebody_accuses_them() -> None:
+def test_a_suspected_silent_member_is_lost_early() -> None:
     job = started(4)
     job.say(1, "suspect", rank=0, text="silent for 5 s")
     assert job.last(2)["type"] == "revoke"  # all living ranks must report
@@ -109,7 +109,7 @@ def test_the_silent_are_lost_soon_if_somebody_accuses_them() -> None:
     assert job.last(0)["text"] == "silent for 5 s (says rank 1)"
 
 
-def test_of_two_that_do_not_reach_each_other_one_stays() -> None:
+def test_one_of_two_disconnected_members_stays() -> None:
     job = started(4)
     job.say(1, "suspect", rank=2)
     job.say(2, "suspect", rank=1)
@@ -121,7 +121,7 @@ def test_of_two_that_do_not_reach_each_other_one_stays() -> None:
     assert job.order() == [0, 2, 3]
 
 
-def test_a_rank_that_has_joined_puts_out_none_that_has_the_state() -> None:
+def test_a_joining_rank_cannot_remove_one_with_the_state() -> None:
     job = started(2, 1, 3).hello(8)
     job.say(8, "ready")
     job.say(1, "restart", text="ValueError")
@@ -148,7 +148,7 @@ def test_restart() -> None:
     assert job.order() == [0, 1, 2, 8]
 
 
-def test_a_rank_that_can_only_start_again() -> None:
+def test_a_report_may_request_a_restart() -> None:
     job = started(2)
     job.say(0, "report", lines={}, restart=True)
     assert job.last(1)["restart"]
@@ -156,7 +156,7 @@ def test_a_rank_that_can_only_start_again() -> None:
     assert job.last(0)["kind"] == "restart"
 
 
-def test_newcomers_and_leavers_change_at_a_pause() -> None:
+def test_ranks_join_and_leave_at_a_pause() -> None:
     job = started(3, 1, 3).hello(5, 6)
     job.say(5, "ready")
     assert "update" not in {m["type"] for m in job.mail[0]}  # the job is full
@@ -189,7 +189,7 @@ def test_when_all_leave_the_job_ends_at_once(min_np: int) -> None:
     assert job.last(7)["type"] == "stopped"  # no member needs a newcomer
 
 
-def test_one_may_hear_first_that_all_are_to_leave() -> None:
+def test_leave_requests_may_arrive_after_the_pauses() -> None:
     job = started(3, 3, 3)
     job.say(1, "leaving")
     for worker in (0, 1, 2):
@@ -209,14 +209,14 @@ def test_a_loss_voids_pauses() -> None:
     job.lose(2)
     job.report(0, 1)
     assert job.last(0, "members")["kind"] == "repair"
-    assert job.last(0)["type"] == "update"  # announced again
+    assert job.last(0)["type"] == "update"  # the change is announced again
     job.say(1, "pause", number=2)
     assert job.epoch == 1
     job.say(0, "pause", number=2)
     assert job.order() == [0, 1, 5]
 
 
-def test_too_few_wait_for_newcomers() -> None:
+def test_too_few_survivors_wait_for_joining_ranks() -> None:
     job = started(3, 3)
     job.lose(0)
     job.report(1, 2, line=(4, 5, True))
@@ -228,7 +228,7 @@ def test_too_few_wait_for_newcomers() -> None:
     assert job.last(1)["verdicts"] == {"0": (4, False)}
 
 
-def test_they_do_not_wait_for_ever() -> None:
+def test_the_wait_for_joining_ranks_is_limited() -> None:
     job = started(2, 2)
     job.lose(0)
     job.report(1)
@@ -240,7 +240,7 @@ def test_they_do_not_wait_for_ever() -> None:
     assert job.last(1) == {"type": "stopped", "text": text}
 
 
-def test_when_all_are_lost_newcomers_start_anew() -> None:
+def test_joining_ranks_start_again_if_all_members_are_lost() -> None:
     job = started(2, 2).hello(4, 5)
     for worker in (0, 1):
         job.lose(worker)
@@ -251,7 +251,7 @@ def test_when_all_are_lost_newcomers_start_anew() -> None:
     assert (job.order(), job.last(5)["kind"]) == ([4, 5], "start")
 
 
-def test_not_while_those_who_are_lost_may_go_on_elsewhere() -> None:
+def test_no_new_start_while_lost_members_may_still_run() -> None:
     job = started(2, 1).hello(4)
     job.say(4, "ready")
     job.lose(0)
@@ -262,13 +262,13 @@ def test_not_while_those_who_are_lost_may_go_on_elsewhere() -> None:
     job.membership.process_ended(1, "lost its host", job.now, heirs=False)
     job.take()
     assert (job.membership.phase, job.epoch) == ("waiting", 1)
-    # Reported by its host, which is back.
+    # The host of the lost process is reachable again and reports its end.
     job.membership.process_ended(1, "it ended", job.now)
     job.take()
     assert (job.order(), job.last(4)["kind"]) == ([4], "start")
 
 
-def test_a_newcomer_that_does_not_fit() -> None:
+def test_a_joining_rank_must_have_the_same_version_and_settings() -> None:
     job = Job(1).hello(0, version="1.0", settings={"ring_bytes": 1})
     job.hello(1, version="1.1", settings={"ring_bytes": 1})
     assert job.last(1)["text"] == "its version is '1.1', that of the members '1.0'"
@@ -276,7 +276,7 @@ def test_a_newcomer_that_does_not_fit() -> None:
     assert job.last(2)["type"] == "refused"
 
 
-def test_nobody_is_admitted_once_a_member_has_finished() -> None:
+def test_no_rank_is_admitted_after_a_member_has_finished() -> None:
     job = started(3, 3).hello(7)
     job.say(7, "ready")
     job.say(0, "leave", lines={"0": (9, 9, True)})
@@ -295,7 +295,7 @@ def test_nobody_is_admitted_once_a_member_has_finished() -> None:
     assert [n[1] for n in job.news if n[0] == "finished"] == [0, 1]
 
 
-def test_newcomers_that_got_no_state_are_not_left_alone() -> None:
+def test_joining_ranks_without_a_state_are_dismissed() -> None:
     job = started(2, 2).hello(7)
     job.say(7, "ready")
     job.lose(1)
@@ -305,7 +305,7 @@ def test_newcomers_that_got_no_state_are_not_left_alone() -> None:
     assert job.last(7)["type"] == "dismissed"
 
 
-def test_a_rank_that_waits_for_one_that_has_finished() -> None:
+def test_a_suspicion_of_a_finished_rank() -> None:
     job = started(3)
     job.say(2, "leave")
     job.say(0, "suspect", rank=2, text="it has left")
@@ -313,7 +313,7 @@ def test_a_rank_that_waits_for_one_that_has_finished() -> None:
     assert (job.order(), job.last(0)["lost"].keys()) == ([0, 1], {"2"})
 
 
-def test_the_last_words_of_a_process_are_heard() -> None:
+def test_the_last_messages_of_an_ended_process_count() -> None:
     job = started(2)
     job.membership.process_ended(0, "exit code 0", job.now)
     job.say(0, "leave")
@@ -326,7 +326,7 @@ def test_the_last_words_of_a_process_are_heard() -> None:
     assert ("fenced", 1, "was killed") in job.news
 
 
-def test_a_failure() -> None:
+def test_a_reported_failure() -> None:
     job = started(2)
     job.say(0, "failure", text="ValueError: x")
     assert job.news[-2] == ("failure", 0, "ValueError: x")
@@ -352,7 +352,7 @@ def test_a_fenced_worker_stays_out() -> None:
         {"type": "leave", "lines": {"0": [1, 2]}},
     ],
 )
-def test_nonsense_is_refused_and_changes_nothing(message: dict[str, Any]) -> None:
+def test_bad_messages_change_nothing(message: dict[str, Any]) -> None:
     job = started(3)
     with pytest.raises(ValueError, match="sent no report|suspects rank"):
         job.membership.on_message(1, message, job.now)
@@ -363,6 +363,6 @@ def test_nonsense_is_refused_and_changes_nothing(message: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "rejoin", [{}, {"epoch": 3}, {"epoch": 0, "members": {"members": [1]}}]
 )
-def test_a_memory_that_is_none(rejoin: dict[str, Any]) -> None:
+def test_bad_rejoin_data(rejoin: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="sent"):
         Job(2).hello(0, rejoin=rejoin)

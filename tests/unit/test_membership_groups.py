@@ -1,4 +1,4 @@
-"""Groups of workers in an elastic job: the coordinator's rules about them."""
+"""Tests of the coordinator's rules about groups of workers in an elastic job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def started(np: int = 4, min_np: int = 2, max_np: int = 0) -> Job:
 
 
 def end(job: Job, worker: int, why: str = "was killed") -> None:
-    """Its process ends, and so does its connection."""
+    """Ends the process of a worker and its connection."""
     job.membership.process_ended(worker, why, job.now)
     job.membership.on_disconnected(worker, "EOF", job.now)
     job.take()
@@ -31,18 +31,18 @@ def fenced(job: Job) -> dict[int, str]:
     return {news[1]: news[2] for news in job.news if news[0] == "fenced"}
 
 
-def test_a_job_begins_with_whole_groups() -> None:
+def test_a_job_starts_with_complete_groups() -> None:
     job = Job(4, 2, **PAIRS).hello(0, 1, 2)
     assert job.membership.phase == "assembly"
     job.wait(120)
-    assert job.order() == [0, 1]  # 2 is alone
+    assert job.order() == [0, 1]  # worker 3 of the second group has not joined
     job.hello(3)
     welcome = job.last(3, "welcome")
     assert (welcome["rank"], welcome["size"], len(welcome["mates"])) == (3, 4, 2)
     assert job.last(2, "welcome")["rank"] == 2
 
 
-def test_a_lost_member_takes_its_group_along() -> None:
+def test_a_lost_member_removes_its_group() -> None:
     job = started()
     end(job, 2)
     job.report(0, 1)
@@ -70,10 +70,10 @@ def test_ranks_stay_in_the_order_of_groups_and_places() -> None:
     assert job.order() == [0, 1, 4, 5, 6, 7]
 
 
-def test_newcomers_come_in_when_all_of_their_group_are_ready() -> None:
+def test_a_group_joins_when_all_its_workers_are_ready() -> None:
     job = started(4, 2, 6)
     job.hello(4)
-    assert 4 not in job.mail  # nobody knows where its mate listens
+    assert 4 not in job.mail  # its group is incomplete
     job.hello(5)
     job.say(4, "ready")
     assert "update" not in {m["type"] for m in job.mail[0]}
@@ -81,7 +81,7 @@ def test_newcomers_come_in_when_all_of_their_group_are_ready() -> None:
     assert job.last(0, "update")["joining"] == 2
 
 
-def test_a_group_of_which_one_has_ended_never_comes() -> None:
+def test_a_group_with_an_ended_worker_never_joins() -> None:
     job = started(4, 2, 6)
     job.hello(4)
     end(job, 5)  # worker 5 had not connected yet
@@ -94,7 +94,7 @@ def test_a_group_of_which_one_has_ended_never_comes() -> None:
     )
 
 
-def test_a_group_ends_before_the_job_has_begun() -> None:
+def test_a_group_may_end_before_the_start() -> None:
     job = Job(4, 2, **PAIRS).hello(0, 1, 3)
     end(job, 2)
     assert fenced(job) == {3: "ended with its group, which lost worker 2 (was killed)"}
@@ -102,7 +102,7 @@ def test_a_group_ends_before_the_job_has_begun() -> None:
     assert job.order() == [0, 1]
 
 
-def test_no_more_groups_than_there_are_places() -> None:
+def test_no_more_groups_than_max_np() -> None:
     job = started(4, 2, 4)
     job.hello(4, 5)
     for worker in (4, 5):
@@ -110,7 +110,7 @@ def test_no_more_groups_than_there_are_places() -> None:
     assert "update" not in {m["type"] for m in job.mail[0]}
 
 
-def test_a_wish_to_leave_is_one_of_the_group() -> None:
+def test_a_leaving_member_takes_its_group_along() -> None:
     job = started()
     job.say(3, "leaving")
     assert job.last(0, "update")["leaving"] == 2
@@ -132,7 +132,7 @@ def test_a_group_that_finishes_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 3), (3, 1, 0)])
-def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
+def test_a_restarted_coordinator_removes_groups_of_missing_members(
     order: tuple[int, ...],
 ) -> None:
     before = started()
@@ -148,7 +148,7 @@ def test_a_new_coordinator_ends_the_group_of_who_does_not_come_back(
     assert job.order() == [0, 1]
 
 
-def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> None:
+def test_a_restarted_coordinator_keeps_groups_of_finished_workers() -> None:
     members = started().last(0, "members")
     job = Job(4, 2, resume=True, **PAIRS)
     job.membership.mark_finished(2, job.now)
@@ -159,7 +159,7 @@ def test_a_new_coordinator_loses_no_group_of_a_worker_that_has_finished() -> Non
     assert not fenced(job)
 
 
-def test_a_welcome_says_who_the_others_are() -> None:
+def test_a_welcome_lists_the_members_of_the_group() -> None:
     mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
     message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}
     order = directives.parse({**message, "mates": mates}, 7)
@@ -167,7 +167,7 @@ def test_a_welcome_says_who_the_others_are() -> None:
     assert [(m.rank, m.seen) for m in order.group_members] == [(4, "h"), (5, "g")]
 
 
-def test_groups_of_three() -> None:
+def test_replicas_of_groups_of_three() -> None:
     workers = [0, 1, 2, 6, 7, 8]  # the second group was lost
     found = [groups.replicas(workers, worker, 3) for worker in workers]
     assert found == [[0, 3], [1, 4], [2, 5]] * 2

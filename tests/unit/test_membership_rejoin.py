@@ -1,4 +1,4 @@
-"""Members that come back to a coordinator that was started anew."""
+"""Tests of members that rejoin a restarted coordinator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def memory_of(job: Job, worker: int) -> dict[str, Any]:
     return {"term": members["term"], "epoch": members["epoch"], "members": members}
 
 
-def test_members_come_back_to_a_new_coordinator() -> None:
+def test_members_rejoin_a_new_coordinator() -> None:
     old = started(3)
     job = Job(3).hello(2, rejoin=memory_of(old, 2)).hello(9)
     job.hello(0, rejoin=memory_of(old, 0))
@@ -23,12 +23,12 @@ def test_members_come_back_to_a_new_coordinator() -> None:
     assert job.last(9)["type"] == "welcome"
 
 
-def test_those_that_do_not_come_back_are_lost() -> None:
+def test_members_that_do_not_rejoin_are_lost() -> None:
     old = started(5)
     job = Job(5).hello(2, rejoin=memory_of(old, 2))
     job.wait(3)
     job.hello(0, rejoin=memory_of(old, 0))
-    assert job.membership.phase == "assembly"  # two of five may not go on alone
+    assert job.membership.phase == "assembly"  # two of five are no majority
     job.hello(4, rejoin=memory_of(old, 4))
     job.report(0, 2, 4)
     assert (job.epoch, job.order()) == (1, [0, 2, 4])
@@ -38,10 +38,8 @@ def test_those_that_do_not_come_back_are_lost() -> None:
 
 def test_a_second_new_coordinator() -> None:
     old = started(2)
-    memories = [
-        memory_of(old, 0) | {"term": 1},
-        memory_of(old, 1),
-    ]  # only worker 0 knows it
+    # Worker 0 alone has joined the first new coordinator, whose term is 1.
+    memories = [memory_of(old, 0) | {"term": 1}, memory_of(old, 1)]
     job = Job(2)
     for worker, memory in enumerate(memories):
         job.hello(worker, rejoin=memory)
@@ -49,7 +47,7 @@ def test_a_second_new_coordinator() -> None:
         assert job.mail[worker] == [{"type": "resumed", "epoch": 0, "term": 2}]
 
 
-def test_who_missed_the_newest_epoch_is_told() -> None:
+def test_a_member_that_missed_an_epoch_receives_it() -> None:
     old = started(3)
     before = memory_of(old, 1)
     old.lose(0)
@@ -60,7 +58,7 @@ def test_who_missed_the_newest_epoch_is_told() -> None:
     assert job.order() == [1, 2]
 
 
-def test_a_new_coordinator_that_knows_of_the_job_starts_no_other() -> None:
+def test_a_resuming_coordinator_starts_no_new_job() -> None:
     job = Job(2, resume=True).hello(7, 8)
     job.wait(599)
     assert job.epoch == -1
@@ -68,7 +66,7 @@ def test_a_new_coordinator_that_knows_of_the_job_starts_no_other() -> None:
     assert job.news[0][0] == "stop"
 
 
-def test_who_had_finished_is_not_waited_for() -> None:
+def test_finished_members_are_not_awaited() -> None:
     old = started(3)
     old.say(0, "leave", lines={"0": (4, 4, True)})
     memory = memory_of(old, 1) | {"finished": {"0": {"0": (4, 4, True)}}}

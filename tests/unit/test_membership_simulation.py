@@ -1,6 +1,6 @@
-"""Elastic jobs in simulated time: some thousand seeds, and rules that are wrong.
+"""Tests of elastic jobs in simulated time, with correct rules and with wrong rules.
 
-The simulation is tests/simulation/job.py; `make soak` runs 60,000 seeds.
+The simulation is tests/simulation/job.py. `make soak` runs 60,000 seeds.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from simulation import job
 from simulation.call import Violation
 from simulation.wrong_rules import WRONG
 
-# By the number of workers in a group. Wrong rules are found within 140 seeds. Of 806
-# small mistakes in ringjax/membership, a random part was tried: those that 5,000 seeds
-# find were found within 800, but one, which needs groups of two, within 1,100.
+# The number of seeds for each group size. 140 seeds find every wrong rule. Of the
+# random small mistakes in ringjax/membership that 5,000 seeds find, 800 seeds find all
+# except one, which needs groups of two and 1,100 seeds.
 SEEDS = {1: 2000, 2: 1500, 3: 300}
 
 
@@ -26,14 +26,14 @@ def test_the_invariants_hold(group: int) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rules_are_caught(wrong: str) -> None:
-    """Otherwise the test above would prove nothing."""
+    """The simulation must detect wrong rules, or its success would prove nothing."""
     group = 2 if wrong == "own ending" else 1
     with pytest.raises(Violation):
         for seed in range(SEEDS[group]):
             job.run(seed, wrong, group)
 
 
-def test_a_seed_tells_all() -> None:
+def test_a_seed_reproduces_a_run() -> None:
     first, again = job.run(7), job.run(7)
     assert (first.counter, first.now) == (again.counter, again.now)
     logs = [{n: w.log for n, w in s.workers.items()} for s in (first, again)]

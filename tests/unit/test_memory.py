@@ -1,4 +1,4 @@
-"""How much memory is left, by what a made-up /proc and made-up control groups say."""
+"""Tests of the available memory, computed from fake /proc and cgroup files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Machine = Callable[..., Path]
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Writes files: their paths, and a number, a text or the lines of a table."""
+    """Returns a function that writes files. Values are numbers, texts, or tables."""
 
     def make(files: dict[str, object], free: int = 64 * GIB) -> Path:
         files = {
@@ -51,23 +51,23 @@ def group(path: str, most: object, used: int, **stat: int) -> dict[str, object]:
     }
 
 
-def test_without_groups_the_machine_counts(machine: Machine) -> None:
+def test_without_cgroups_the_machines_memory_counts(machine: Machine) -> None:
     assert available(machine({}, free=7 * GIB)) == 7 * GIB
 
 
-def test_files_that_were_read_can_be_given_up(machine: Machine) -> None:
+def test_clean_page_cache_counts_as_available(machine: Machine) -> None:
     stat = {"inactive_file": 6 * GIB, "active_file": GIB, "slab_reclaimable": GIB}
     root = machine(version_2("/") | group("", 8 * GIB, 8 * GIB, **stat))
     assert available(root) == 7 * GIB
 
 
-def test_what_must_be_written_first_does_not_count(machine: Machine) -> None:
+def test_dirty_page_cache_does_not_count(machine: Machine) -> None:
     stat = {"inactive_file": 3 * GIB, "file_dirty": GIB, "file_writeback": GIB}
     root = machine(version_2("/") | group("", 8 * GIB, 8 * GIB, **stat))
     assert available(root) == GIB
 
 
-def test_the_narrowest_group_on_the_way_up_counts(machine: Machine) -> None:
+def test_the_smallest_limit_of_all_parent_groups_counts(machine: Machine) -> None:
     files = version_2("/pod/job/rank")
     files |= group("/pod/job/rank", "max", GIB)
     files |= group("/pod/job", 20 * GIB, 4 * GIB)
@@ -75,8 +75,8 @@ def test_the_narrowest_group_on_the_way_up_counts(machine: Machine) -> None:
     assert available(machine(files)) == 3 * GIB
 
 
-def test_a_container_that_sees_the_groups_of_the_host(machine: Machine) -> None:
-    """The container's group is mounted at the place of the host's topmost group."""
+def test_a_container_that_sees_the_hosts_cgroups(machine: Machine) -> None:
+    """The container's cgroup is mounted at the path of the host's root cgroup."""
     files = version_2("/docker/abc/x", base="/docker/abc")
     files |= group("", 4 * GIB, 3 * GIB) | group("/x", 4 * GIB, GIB)
     assert available(machine(files)) == GIB
@@ -85,7 +85,7 @@ def test_a_container_that_sees_the_groups_of_the_host(machine: Machine) -> None:
     assert available(machine(files | version_2("/../other"))) == GIB
 
 
-def test_version_1(machine: Machine) -> None:
+def test_cgroup_version_1(machine: Machine) -> None:
     mount = "36 30 0:31 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
     other = "37 30 0:32 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
     folder = "sys/fs/cgroup/memory"
@@ -108,13 +108,13 @@ def test_version_1(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "max", "no number"])
-def test_odd_files_are_no_limit(machine: Machine, text: str) -> None:
+def test_malformed_files_set_no_limit(machine: Machine, text: str) -> None:
     files = version_2("/") | group("", text, GIB)
     assert available(machine(files)) == 64 * GIB
     assert available(machine({"proc/self/mountinfo": text})) == 64 * GIB
 
 
-def test_over_the_limit_is_nothing(machine: Machine) -> None:
+def test_usage_above_the_limit_leaves_0_bytes(machine: Machine) -> None:
     assert available(machine(version_2("/") | group("", GIB, 2 * GIB))) == 0
 
 

@@ -1,7 +1,7 @@
-"""Links between ranks: the right kind for each pair, real ones, and none left behind.
+"""Tests of building links: the kind of each pair's link, its use, and its cleanup.
 
-Ranks are threads with a listener each, except where they must die. The native core is
-not needed: what it would get is tried with mmap, read and write.
+Ranks are threads with a listener each, or processes if a test kills them. The tests use
+the links with mmap, read, and write instead of the native core.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def link(mesh: LinkDescriptors, peer: int) -> tuple[Any, ...]:
 
 
 def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
-    """Each end reads the other end's bytes and rings the other end's doorbell."""
+    """Checks that both ends share memory and can ring each other's doorbell."""
     one, two = link(meshes[low], high), link(meshes[high], low)
     assert (one[0], two[0], one[3], two[3]) == ("shm", "shm", 0, 1)
     assert one[4] == two[4] == RING
@@ -55,7 +55,7 @@ def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
 
 
 def check_connected(one: int, two: int, text: bytes, idle: int = 60) -> None:
-    """Two ends of one connection; it is ours to use, so nothing else is in it."""
+    """Checks that two sockets are connected, without other data in their buffers."""
     here, there = socket.socket(fileno=os.dup(one)), socket.socket(fileno=os.dup(two))
     with here, there:
         for a, b in ((here, there), (there, here)):
@@ -100,7 +100,7 @@ def test_every_descriptor_is_closed_on_exec(world: Callable[..., Ranks]) -> None
             assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_a_part_of_the_ranks(world: Callable[..., Ranks]) -> None:
+def test_communicators_of_some_ranks(world: Callable[..., Ranks]) -> None:
     ranks = world((0, 0, 1, 0))
     ranks.build()
     one, two = ranks.build(1, [1, 3], control=False)
@@ -117,7 +117,7 @@ def test_communicators_may_be_built_at_different_times(
     early = ranks.start(7, [0, 1, 2], [2], control=False)
     key = ConnectionKey(0, 7, Purpose.CONTROL, 0, 2)
     until(lambda: ranks.factories[0].listener.has(key))
-    ranks.build(0)  # the call for 7 waits in the listeners of the others
+    ranks.build(0)  # the others' listeners keep the calls for communicator 7
     late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
     meshes = [future.result() for future in (*late, *early)]
     ranks.meshes += meshes
@@ -131,7 +131,7 @@ def test_without_shared_memory_on_request(world: Callable[..., Ranks]) -> None:
     assert ranks.log == []
 
 
-def test_without_memory_there_is_one_warning_and_tcp(
+def test_missing_shared_memory_causes_one_warning_and_tcp(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0))
@@ -146,7 +146,7 @@ def test_without_memory_there_is_one_warning_and_tcp(
     monkeypatch.setattr(shared_memory, "create", scarce)
     meshes = ranks.build()
     kinds = [sorted(link[0] for link in mesh.links) for mesh in meshes]
-    # Rank 0 or rank 1 got the only piece; rank 0 with two peers gives it back.
+    # Rank 0 or rank 1 got the only memory. With two peers, rank 0 releases it again.
     assert kinds in (
         [["tcp", "tcp"]] * 3,
         [["tcp", "tcp"], ["shm", "tcp"], ["shm", "tcp"]],
@@ -177,7 +177,7 @@ def test_memory_that_a_peer_could_shrink_is_refused(
         low.result()
 
 
-def test_sealed_memory() -> None:
+def test_shared_memory_is_sealed() -> None:
     fd = shared_memory.create(SIZE)
     try:
         assert shared_memory.is_valid(fd, SIZE)
@@ -190,7 +190,9 @@ def test_sealed_memory() -> None:
         os.close(fd)
 
 
-def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_more_memory_than_is_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert 0 < shared_memory.available() < 1 << 62
     with pytest.raises(OSError, match="Cannot allocate memory"):
         shared_memory.create(1 << 60)
@@ -199,8 +201,8 @@ def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
         shared_memory.create(SIZE)
 
 
-def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
-    ranks = world((0, 1, 2, 0), start_timeout=2.0)  # in which 0 and 2 are connected
+def test_unreachable_ranks_are_named(world: Callable[..., Ranks]) -> None:
+    ranks = world((0, 1, 2, 0), start_timeout=2.0)  # within 2 s ranks 0 and 2 connect
     futures = ranks.start(0, range(4), [0, 2], control=True)
     with pytest.raises(StartupError) as error:
         futures[0].result()  # ranks 1 and 3 do not call
@@ -213,7 +215,7 @@ def test_who_could_not_be_reached_is_named(world: Callable[..., Ranks]) -> None:
         futures[1].result()
 
 
-def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
+def test_a_departed_rank_is_not_awaited(
     world: Callable[..., Ranks],
 ) -> None:
     ranks = world((0, 0, 0), start_timeout=2 * LONG)
@@ -225,7 +227,7 @@ def test_a_rank_that_is_known_to_be_gone_is_not_waited_for(
         assert error.value.rank == 1
 
 
-# Strangers and impostors at a listener.
+# Foreign and misleading connections to a listener.
 
 
 def _call(
@@ -240,13 +242,13 @@ def _call(
     ("purpose", "caller", "callee"),
     [
         (Purpose.RENDEZVOUS, 1, 0),
-        (Purpose.DATA, 1, 1),  # meant for another rank
-        (Purpose.DATA, 0, 0),  # itself
+        (Purpose.DATA, 1, 1),  # the callee is another rank
+        (Purpose.DATA, 0, 0),  # the caller is the callee
         (Purpose.DATA, 5, 0),  # no such rank
         (Purpose.DATA, -1, 0),
     ],
 )
-def test_false_claims_are_refused(
+def test_wrong_ranks_and_purposes_are_refused(
     world: Callable[..., Ranks], purpose: Purpose, caller: int, callee: int
 ) -> None:
     ranks = world((0, 0))
@@ -275,10 +277,10 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
     assert len(ranks.log) == 2  # a line for each kind of socket
 
 
-def test_a_second_call_replaces_the_first(world: Callable[..., Ranks]) -> None:
+def test_a_second_connection_replaces_the_first(world: Callable[..., Ranks]) -> None:
     ranks = world((0, 0))
     listener = ranks.factories[0].listener
-    for comm in (9, 9, 9, 10):  # once the last has come in, the others have
+    for comm in (9, 9, 9, 10):  # the last call arrives after the others
         _call(ranks.factories[0], HandshakeRequest(JOB, Purpose.DATA, 1, 0, comm=comm))
     key = ConnectionKey(0, 9, Purpose.DATA, 0, 1)
     accepted = listener.accept(key, LONG)
@@ -320,7 +322,7 @@ print("noticed", os.read(control, 1), flush=True)
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_killed_process_is_noticed_and_leaves_nothing(host: int) -> None:
+def test_a_killed_process_is_detected_and_leaves_nothing(host: int) -> None:
     job = secrets.token_hex(8)
     server = Coordinator(SECRET, job, np=2, on_loss="stop")
     server.start()

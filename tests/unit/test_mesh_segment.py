@@ -1,4 +1,4 @@
-"""The memory that all ranks of a host map: who has it, and what if there is none."""
+"""Tests of the memory segment that all ranks of a host map."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ranks_of_one_host_map_one_segment(
         assert (tile, len(bells), bells[rank]) == (8192, size, -1)
         assert shared_memory.is_valid(fd, size * 8192)
         for peer in range(size):
-            if peer != rank:  # written there, read here
+            if peer != rank:  # the peer wrote it
                 os.eventfd_write(bells[peer], rank + 1)
     for rank, mesh in enumerate(meshes):
         others = sum(peer + 1 for peer in range(size) if peer != rank)
@@ -54,14 +54,14 @@ def test_ranks_of_one_host_map_one_segment(
         ((0,), {}),
     ],
 )
-def test_when_there_is_no_segment(
+def test_jobs_without_a_segment(
     world: Callable[..., Ranks], hosts: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
     ranks = world(hosts, **settings)
     assert [mesh.segment for mesh in ranks.build()] == [None] * ranks.size
 
 
-def test_without_memory_for_a_segment_there_is_one_warning(
+def test_missing_memory_for_a_segment_causes_one_warning(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = world((0, 0, 0), tile_bytes=8192)
@@ -88,8 +88,8 @@ def test_many_ranks_get_smaller_rings_and_tiles(
     monkeypatch.setattr("ringjax.links.sizes._MAX_MAPPED", 1 << 20)
     meshes = world((0,) * 5, ring_bytes=1 << 18, tile_bytes=1 << 19).build()
     for mesh, (_, tile, _) in zip(meshes, segments(meshes), strict=True):
-        assert {link[4] for link in mesh.links} == {1 << 17}  # 8 of them
-        assert tile == 1 << 17  # 5 of them
+        assert {link[4] for link in mesh.links} == {1 << 17}  # 8 rings
+        assert tile == 1 << 17  # 5 tiles
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 32, 64, 128, 256, 512])

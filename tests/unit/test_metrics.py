@@ -1,4 +1,4 @@
-"""Metrics: the text, the endpoint and the file, and clients that misbehave."""
+"""Tests of metrics: their text, endpoint, and file, and misbehaving clients."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_prometheuss_own_parser_reads_it() -> None:
         assert len(labels) == len(set(labels)), family.name
 
 
-def test_names_keep_to_the_conventions() -> None:
+def test_names_follow_prometheuss_conventions() -> None:
     text = _job()
     for name, kind in re.findall(r"(?m)^# TYPE (\w+) (\w+)$", text):
         assert re.fullmatch(r"ringjax_[a-z_]+", name)
@@ -84,7 +84,7 @@ def test_names_keep_to_the_conventions() -> None:
             assert name.endswith("_seconds")
 
 
-def test_before_anybody_has_told_anything() -> None:
+def test_metrics_before_the_first_sample() -> None:
     aggregator = Aggregator()
     seen = view.make_view(aggregator, aggregator.open_window(0.0), 1.0)
     text = metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1"))
@@ -94,14 +94,14 @@ def test_before_anybody_has_told_anything() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**53 + 2.0, 1e-9, 0.1, 1e300, -1.5])
-def test_numbers_are_read_as_they_were(value: float) -> None:
+def test_numbers_keep_their_value(value: float) -> None:
     family = MetricFamily("x", "gauge", "y")
     family.add(value)
     (read,) = text_string_to_metric_families(metrics.format_metrics([family]))
     assert read.samples[0].value == value
 
 
-def test_the_documentation_lists_all_of_them() -> None:
+def test_the_documentation_lists_all_metrics() -> None:
     page = (ROOT / "docs/operate/monitoring.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `ringjax_")]
     listed: dict[str, str] = {}
@@ -125,13 +125,13 @@ def _queries() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("query", sorted(set(_queries())))
-def test_a_query_of_the_dashboard_asks_for_what_there_is(query: str) -> None:
+def test_dashboard_queries_use_existing_metrics(query: str) -> None:
     text = _job()
     known = dict(re.findall(r"# TYPE (\w+) (\w+)", text))
     for name, function in _uses(query):
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         kind = known[name] if name in known else known[base]
-        # A counter says something by its growth only.
+        # Only the growth of a counter is meaningful.
         grows = function in ("rate", "increase")
         assert grows == (kind != "gauge") or name in ("ringjax_losses_total",), query
     lists = r"(?:by|without|on|ignoring|group_left) \(([^)]*)\)"
@@ -141,14 +141,14 @@ def test_a_query_of_the_dashboard_asks_for_what_there_is(query: str) -> None:
 
 
 def _uses(query: str) -> Iterator[tuple[str, str]]:
-    """Each metric, and the function that it is the argument of."""
+    """Yields each metric of a query, and the function that it is an argument of."""
     found = list(re.finditer(r"(?:(\w+)\()?(ringjax_\w+)", query))
     assert found
     for match in found:
         yield match[2], match[1] or ""
 
 
-def test_the_dashboard_is_one() -> None:
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
     assert BOARD["title"] == "ringjax" and BOARD["schemaVersion"] >= 36
     numbers = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(numbers)) == len(numbers)
@@ -172,15 +172,13 @@ def test_the_dashboard_is_one() -> None:
         ("localhost:0", "localhost", 0),
     ],
 )
-def test_addresses_that_only_this_host_reaches(
-    given: str, host: str, port: int
-) -> None:
+def test_loopback_addresses_need_no_token(given: str, host: str, port: int) -> None:
     found = monitor_options(Config(metrics=given))
     assert (found.host, found.port, found.token) == (host, port, "")
 
 
 @pytest.mark.parametrize("given", ["", ":", "x", ":9400", "h:", "h:x", "65536", "-1"])
-def test_addresses_that_are_none(given: str) -> None:
+def test_bad_addresses_are_refused(given: str) -> None:
     if given:
         with pytest.raises(ValueError, match="--metrics"):
             monitor_options(Config(metrics=given))
@@ -189,7 +187,7 @@ def test_addresses_that_are_none(given: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "[::]", "node-a", "localhos"])
-def test_others_need_a_token(host: str, tmp_path: Path) -> None:
+def test_other_hosts_need_a_token(host: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a token is needed"):
         monitor_options(Config(metrics=f"{host}:9400"))
     file = tmp_path / "token"
@@ -205,7 +203,7 @@ def test_others_need_a_token(host: str, tmp_path: Path) -> None:
         monitor_options(config)
 
 
-def test_a_file_that_nobody_would_read_is_refused() -> None:
+def test_the_metrics_file_must_end_in_prom() -> None:
     with pytest.raises(ValueError, match="expected NAME.prom"):
         monitor_options(Config(metrics_file="/tmp/metrics.txt"))
 
@@ -252,7 +250,7 @@ def test_metrics_are_served_over_ipv6(serve: Serve) -> None:
     assert url.startswith("http://[::1]:") and _get(url)[0] == 200
 
 
-def test_a_token_is_asked_for(serve: Serve) -> None:
+def test_a_token_is_required(serve: Serve) -> None:
     url = serve("secret0123456789").url
     for wrong in ("", "Bearer", "Bearer x", "Basic secret0123456789", "Bearer \xe4"):
         assert _get(url, **({"Authorization": wrong} if wrong else {}))[0] == 401
@@ -288,7 +286,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("data", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_answered_or_not_and_the_next_one_is_served(
+def test_requests_are_served_after_garbage(
     serve: Serve, data: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = serve()
@@ -306,8 +304,8 @@ def _serving() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if "process_request" in t.name]
 
 
-def test_who_hangs_keeps_nobody_out(serve: Serve) -> None:
-    """More than there are places for, which say nothing, or half of something."""
+def test_silent_clients_do_not_block_others(serve: Serve) -> None:
+    """More clients connect than are served. Each sends half a request or nothing."""
     endpoint = serve()
     with contextlib.ExitStack() as stack:
         for number in range(30):
@@ -320,7 +318,7 @@ def test_who_hangs_keeps_nobody_out(serve: Serve) -> None:
         until(lambda: len(_serving()) <= 9)
 
 
-def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
+def test_a_client_that_does_not_read_does_not_block_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
@@ -334,12 +332,12 @@ def test_a_client_that_reads_nothing_does_not_keep_it_from_ending(
         socket.create_connection(_address(endpoint), LONG) as sock,
     ):
         sock.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert sock.recv(1, socket.MSG_PEEK)  # the rest fits into no buffer
+        assert sock.recv(1, socket.MSG_PEEK)  # the rest exceeds the buffers
         endpoint.close()
         until(lambda: not _serving())
 
 
-def test_a_file_is_replaced_as_a_whole(
+def test_the_file_is_replaced_atomically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringjax.run.monitor.prometheus._WRITE_INTERVAL", 0.001)
@@ -368,7 +366,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         PrometheusTextFile(str(tmp_path / "missing" / "job.prom"), str, print)
 
 
-def test_a_folder_that_goes_away_is_said_once(
+def test_a_removed_folder_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringjax.run.monitor.prometheus._WRITE_INTERVAL", 0.05)

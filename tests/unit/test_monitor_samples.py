@@ -1,4 +1,4 @@
-"""Tests of the aggregator of ranks' samples: valid ones, nonsense, losses, joins."""
+"""Tests of the aggregator of ranks' samples: bad samples, losses, joins, views."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ringjax.monitor.sample import (
 from ringjax.world.telemetry_client import estimate_step_seconds, thin_waits
 
 
-def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
-    """A rank that has made so many calls of 1,000 bytes, 1 ms of waiting each."""
+def sample_of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
+    """Returns a rank's sample after `calls` calls of 1,000 bytes and 1 ms each."""
     histogram = [0] * BUCKETS
     histogram[9] = calls
     one = CollectiveSums(
@@ -43,17 +43,17 @@ def of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> Sample:
     )
 
 
-def test_a_sample_survives_the_way() -> None:
-    told = of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
-    told.memory, told.step, told.exposed = 1 << 40, 0.25, 1e-9
-    heard = parse_sample(told.text())
-    assert heard.place == 'a "b"?'  # safe to print on a terminal
-    told.place = heard.place
-    assert heard == told
-    assert "\n" not in told.text()
+def test_a_sample_is_parsed_as_it_was_sent() -> None:
+    sent = sample_of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
+    sent.memory, sent.step, sent.exposed = 1 << 40, 0.25, 1e-9
+    received = parse_sample(sent.text())
+    assert received.place == 'a "b"?'  # safe to print on a terminal
+    sent.place = received.place
+    assert received == sent
+    assert "\n" not in sent.text()
 
 
-GOOD = json.loads(of(0, 2, 3, waits=[(True, 5, 90)]).text())
+GOOD = json.loads(sample_of(0, 2, 3, waits=[(True, 5, 90)]).text())
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ GOOD = json.loads(of(0, 2, 3, waits=[(True, 5, 90)]).text())
         {"sums": [GOOD["sums"][0]] * 2000},
     ],
 )
-def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+def test_malformed_samples_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         parse_sample(json.dumps({**GOOD, **change}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", "[" * 100_000])
-def test_what_is_no_object_is_refused(text: str) -> None:
+def test_samples_must_be_json_objects(text: str) -> None:
     with pytest.raises(ValueError):
         parse_sample(text)
 
@@ -106,27 +106,28 @@ def test_any_value_is_read_or_refused(value: Any, name: str) -> None:
         pass
 
 
-def test_sums_never_fall() -> None:
-    """A worker is lost, its rank is another one's, a process begins anew."""
+def test_sums_never_decrease() -> None:
+    """A worker is lost, a rank passes to another worker, a process calls init again."""
     aggregator = Aggregator()
-    aggregator.add_sample(0, of(0, 2, 10), 1.0)
-    aggregator.add_sample(1, of(1, 2, 10), 1.0)
-    aggregator.add_sample(1, of(1, 2, 15), 2.0)
+    aggregator.add_sample(0, sample_of(0, 2, 10), 1.0)
+    aggregator.add_sample(1, sample_of(1, 2, 10), 1.0)
+    aggregator.add_sample(1, sample_of(1, 2, 15), 2.0)
     aggregator.remove_worker(0)
-    aggregator.add_sample(1, of(0, 1, 20, epoch=1), 3.0)
+    aggregator.add_sample(1, sample_of(0, 1, 20, epoch=1), 3.0)
     assert aggregator.sums["allreduce", True, 0].calls == 30
     assert (
         aggregator.ranks[0].totals.calls == 15
         and aggregator.ranks[1].totals.calls == 15
     )
-    aggregator.add_sample(1, of(0, 1, 2, epoch=1), 4.0)  # rank 1 has called init again
+    # Rank 1 has called init again.
+    aggregator.add_sample(1, sample_of(0, 1, 2, epoch=1), 4.0)
     assert aggregator.sums["allreduce", True, 0].calls == 32
     assert aggregator.ranks[0].totals.calls == 17
     assert sum(aggregator.sums["allreduce", True, 0].wait) == 32
 
 
-def test_what_is_in_a_difference() -> None:
-    now, before = of(0, 2, 10).sums, of(0, 2, 4).sums
+def test_subtracting_sums() -> None:
+    now, before = sample_of(0, 2, 10).sums, sample_of(0, 2, 4).sums
     (one,) = subtract_sums(now, before).values()
     assert (one.calls, one.bytes, one.wait[9]) == (6, 6000, 6)
     assert subtract_sums(now, now) == {}
@@ -141,16 +142,16 @@ def test_process_sets_are_bounded() -> None:
     assert aggregator.sums["allreduce", True, OTHER_SETS].calls == 68
 
 
-def test_a_view_of_a_window() -> None:
+def test_view_of_a_time_window() -> None:
     aggregator = Aggregator()
     for rank in range(3):
-        aggregator.add_sample(rank, of(rank, 3, 1000), 10.0)
+        aggregator.add_sample(rank, sample_of(rank, 3, 1000), 10.0)
     window = aggregator.open_window(10.0)
     for rank in range(3):
         waits = [(True, call, 0 if rank == 2 else 9000) for call in range(100)]
-        told = of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
-        told.tuned = "step: 8 MiB" if rank == 0 else ""
-        aggregator.add_sample(rank, told, 11.0)
+        sent = sample_of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
+        sent.tuned = "step: 8 MiB" if rank == 0 else ""
+        aggregator.add_sample(rank, sent, 11.0)
     seen = view.make_view(aggregator, window, 11.5)
     assert [row.rank for row in seen.rows] == [0, 1, 2]
     assert seen.hosts == 2 and seen.culprit == 2
@@ -158,7 +159,7 @@ def test_a_view_of_a_window() -> None:
     assert abs(seen.rate - 100) < 1e-6 and abs(row.waits - 0.1) < 1e-6
     assert (row.last_in, row.memory) == (1.0, 5)
     assert abs(row.late_by - 0.009) < 1e-9 and abs(row.silent - 0.5) < 1e-9
-    # 100 calls of 1,000 bytes, 4/3 of which pass each rank's link, in 10 ms.
+    # 100 calls of 1,000 bytes in 10 ms. Each rank's link transfers 4/3 of the bytes.
     assert abs(seen.busbw / (100_000 * 4 / 3 / 0.01) - 1) < 1e-6
     assert view.view_from_message(json.loads(json.dumps(seen.message()))) == seen
     text = report.format_report(seen)
@@ -168,24 +169,24 @@ def test_a_view_of_a_window() -> None:
     assert [what for _, what in aggregator.events] == ["autotune: step: 8 MiB"]
 
 
-def test_a_rank_that_says_nothing_is_seen() -> None:
+def test_silent_ranks_are_marked() -> None:
     aggregator = Aggregator()
     window = aggregator.open_window(0.0)
-    aggregator.add_sample(0, of(0, 2, 1), 1.0)
-    aggregator.add_sample(1, of(1, 2, 1), 20.0)
+    aggregator.add_sample(0, sample_of(0, 2, 1), 1.0)
+    aggregator.add_sample(1, sample_of(1, 2, 1), 20.0)
     text = report.format_report(view.make_view(aggregator, window, 21.0))
     assert "(no news for 20 s)" in text.splitlines()[2]
     assert "no news" not in text.splitlines()[3]
 
 
-def test_an_older_epoch_says_nothing_about_this_one() -> None:
+def test_samples_of_older_epochs_are_ignored() -> None:
     aggregator = Aggregator()
-    aggregator.add_sample(0, of(0, 2, 1, epoch=4), 1.0)
-    aggregator.add_sample(7, of(1, 3, 1, epoch=3), 1.0)
+    aggregator.add_sample(0, sample_of(0, 2, 1, epoch=4), 1.0)
+    aggregator.add_sample(7, sample_of(1, 3, 1, epoch=3), 1.0)
     assert aggregator.size == 2 and list(aggregator.members()) == [0]
 
 
-def test_thinning_takes_the_same_calls_everywhere() -> None:
+def test_all_ranks_keep_the_same_calls() -> None:
     calls = [(False, number, 1) for number in range(1000)]
     one, other = thin_waits(calls[:700], 256), thin_waits(calls[100:], 256)
     assert 100 < len(one) <= 256 and 100 < len(other) <= 256
@@ -195,7 +196,7 @@ def test_thinning_takes_the_same_calls_everywhere() -> None:
     assert len(thin_waits(same, 256)) <= 256
 
 
-def test_a_step_is_found_among_calls() -> None:
+def test_the_step_duration_is_estimated_from_calls() -> None:
     def call(name: str, when: float) -> dict[str, Any]:
         known = {"named": True, "set": 0, "op": "allreduce", "bytes": 4}
         return {**known, "name": name, "entered": when}
@@ -213,13 +214,15 @@ def test_a_step_is_found_among_calls() -> None:
     )
 
 
-def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:
-    """A quarter of the calls is told, and 3 % of the time goes on a late rank."""
+def test_totals_are_estimated_from_some_of_the_calls() -> None:
+    """Samples list a quarter of the calls. A late rank costs 3 % of the time."""
     aggregator = Aggregator()
     window = aggregator.open_window(0.0)
     for rank in range(3):
         waits = [(True, 4 * call, 0 if rank == 1 else 300) for call in range(100)]
-        aggregator.add_sample(rank, of(rank, 3, 400, waits=waits, part=0.25), 0.1)
+        aggregator.add_sample(
+            rank, sample_of(rank, 3, 400, waits=waits, part=0.25), 0.1
+        )
     assert abs(aggregator.ranks[1].lost - 400 * 300e-6) < 1e-9
     assert view.make_view(aggregator, window, 4.0).culprit == 1
     for seen in aggregator.workers.values():
@@ -230,11 +233,11 @@ def test_of_a_part_of_the_calls_the_whole_is_judged() -> None:
 @given(
     st.lists(st.dictionaries(st.sampled_from("abc"), st.integers(1, 100)), max_size=7)
 )
-def test_the_place_of_a_rank_is_where_it_is_more_than_the_median(
+def test_a_ranks_location_exceeds_the_median_most(
     spent: list[dict[str, int]],
 ) -> None:
-    told = {r: "|".join(f"{n} {p}" for p, n in s.items()) for r, s in enumerate(spent)}
-    found = locations.distinctive_locations(told)
+    sent = {r: "|".join(f"{n} {p}" for p, n in s.items()) for r, s in enumerate(spent)}
+    found = locations.distinctive_locations(sent)
     for rank, mine in enumerate(spent):
         others = [one for r, one in enumerate(spent) if r != rank]
 
@@ -248,9 +251,9 @@ def test_the_place_of_a_rank_is_where_it_is_more_than_the_median(
             assert more(found[rank]) >= max(map(more, mine)) - 1e-6
 
 
-def test_of_many_ranks_news_are_awaited_as_often_as_they_are_asked_for() -> None:
+def test_silence_is_measured_beyond_the_sampling_interval() -> None:
     aggregator = Aggregator()
     window = aggregator.open_window(0.0)
-    aggregator.add_sample(0, of(0, 1, 1), 1.0)
+    aggregator.add_sample(0, sample_of(0, 1, 1), 1.0)
     assert view.make_view(aggregator, window, 9.0, every=8.0).rows[0].silent == 0.0
     assert view.make_view(aggregator, window, 20.0, every=8.0).rows[0].silent == 11.0

@@ -1,4 +1,4 @@
-"""Sockets for telemetry of ranks and for `ringjax top`: access, and timeouts."""
+"""Tests of the sockets for ranks' telemetry and `ringjax top`: access, timeouts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ringjax.run.monitor.top_server import TopServer
 
 
 class Loop:
-    """A selector whose data are callbacks, as ringrun and its agents have them."""
+    """A selector loop with callbacks as data, like the loops of ringrun and agents."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.sweep: Callable[[], object] = lambda: None
 
     def run(self) -> None:
-        """Runs until nothing is left to read: unix sockets deliver data at once."""
+        """Runs until nothing is left to read. Unix sockets deliver data immediately."""
         while found := self.selector.select(0):
             for key, _ in found:
                 if self.selector.get_map().get(key.fd) is key:
@@ -47,29 +47,29 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture
-def told() -> list[Message]:
+def forwarded() -> list[Message]:
     return []
 
 
 @pytest.fixture
-def relay(loop: Loop, told: list[Message]) -> TelemetryRelay:
-    found = TelemetryRelay(loop.selector, {0, 7}, told.append)
+def relay(loop: Loop, forwarded: list[Message]) -> TelemetryRelay:
+    found = TelemetryRelay(loop.selector, {0, 7}, forwarded.append)
     loop.sweep = found.close_silent
     return found
 
 
-def _rank(relay: TelemetryRelay, says: bytes = b"") -> socket.socket:
+def _connect_rank(relay: TelemetryRelay, greeting: bytes = b"") -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(f"\0{relay.start_listening()}")
-    sock.sendall(says)
+    sock.sendall(greeting)
     sock.settimeout(5)
     return sock
 
 
-def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
-    loop: Loop, relay: TelemetryRelay, told: list[Message]
+def test_samples_of_ranks_are_forwarded(
+    loop: Loop, relay: TelemetryRelay, forwarded: list[Message]
 ) -> None:
-    with _rank(relay, b'{"id":7}\n') as rank:
+    with _connect_rank(relay, b'{"id":7}\n') as rank:
         loop.run()
         rank.sendall(b"too early\n")
         loop.run()
@@ -83,19 +83,18 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
         assert rank.recv(100) == b"0\n"
         rank.sendall(b"too late\n")
         loop.run()
-    assert told == [
+    assert forwarded == [
         {"is": "sample", "id": 7, "text": text} for text in ("one", "two", "\ufffd")
     ]
-    with _rank(
-        relay, b'{"id":0}\n'
-    ) as late:  # ranks get the interval after their hello
+    # A rank that connects now receives the interval after its hello.
+    with _connect_rank(relay, b'{"id":0}\n') as late:
         relay.set_interval(2)
         loop.run()
         assert late.recv(100) == b"2\n"
 
 
 @pytest.mark.parametrize(
-    "says",
+    "greeting",
     [
         b"\n",
         b'{"id":1}\n',
@@ -105,36 +104,36 @@ def test_a_rank_is_asked_and_what_it_tells_is_handed_on(
     ],
     ids=["empty", "another", "negative", "endless", "endless line"],
 )
-def test_who_is_no_rank_is_sent_away(
-    loop: Loop, relay: TelemetryRelay, told: list[Message], says: bytes
+def test_unknown_ranks_are_disconnected(
+    loop: Loop, relay: TelemetryRelay, forwarded: list[Message], greeting: bytes
 ) -> None:
     relay.set_interval(1)
     sock = socket.socket(socket.AF_UNIX)
     with sock:
         sock.connect(f"\0{relay.start_listening()}")
         sock.setblocking(False)
-        left = memoryview(says)
+        left = memoryview(greeting)
         for _ in range(100):
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 left = left[sock.send(left) :] if left else left
             loop.run()
         sock.settimeout(LONG)
         with contextlib.suppress(ConnectionResetError):
-            while sock.recv(100):  # a rank may have been asked before
+            while sock.recv(100):  # the relay may have sent an interval before
                 pass
-    assert told == []
+    assert forwarded == []
 
 
-def test_who_says_nothing_is_not_kept(
+def test_silent_connections_to_the_relay_are_closed(
     loop: Loop, relay: TelemetryRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence = "ringjax.run.hosts.telemetry_relay._HELLO_TIMEOUT"
     monkeypatch.setattr(silence, 3600.0)
-    with _rank(relay) as silent, _rank(relay, b'{"id":7}\n') as rank:
+    with _connect_rank(relay) as silent, _connect_rank(relay, b'{"id":7}\n') as rank:
         loop.run()
         timeout = relay.timeout()
         assert timeout is not None and 0 < timeout <= 3600
-        monkeypatch.setattr(silence, 0.0)  # now it has been silent for that time
+        monkeypatch.setattr(silence, 0.0)  # the limit has passed now
         loop.run()
         assert silent.recv(1) == b""
         assert relay.timeout() is None
@@ -142,42 +141,42 @@ def test_who_says_nothing_is_not_kept(
         assert rank.recv(100) == b"1\n"
 
 
-def test_of_too_many_strangers_the_first_has_to_go(
+def test_the_oldest_of_too_many_connections_is_closed(
     loop: Loop, relay: TelemetryRelay
 ) -> None:
     relay.set_interval(1)
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(_rank(relay))
+        first = stack.enter_context(_connect_rank(relay))
         for _ in range(70):
-            stack.enter_context(_rank(relay))
+            stack.enter_context(_connect_rank(relay))
             loop.run()
         assert first.recv(1) == b""
-        rank = stack.enter_context(_rank(relay, b'{"id":7}\n'))
+        rank = stack.enter_context(_connect_rank(relay, b'{"id":7}\n'))
         loop.run()
         assert rank.recv(100) == b"1\n"
 
 
-def test_another_user_is_sent_away(
+def test_other_users_cannot_send_samples(
     loop: Loop,
     relay: TelemetryRelay,
-    told: list[Message],
+    forwarded: list[Message],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
         "ringjax.run.hosts.telemetry_relay.peer_uid", lambda sock: 12345
     )
     relay.set_interval(1)
-    with _rank(relay, b'{"id":7}\nnonsense\n') as stranger:
+    with _connect_rank(relay, b'{"id":7}\nnonsense\n') as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
-    assert told == []
+    assert forwarded == []
 
 
-def test_a_rank_that_does_not_read_is_not_waited_for(
+def test_a_rank_that_does_not_read_does_not_block(
     loop: Loop, relay: TelemetryRelay
 ) -> None:
-    with _rank(relay, b'{"id":7}\n'):
+    with _connect_rank(relay, b'{"id":7}\n'):
         loop.run()
         for _ in range(10_000):  # more than fits into the buffer of the kernel
             relay.set_interval(1)
@@ -198,14 +197,16 @@ def server(
     assert not list(tmp_path.rglob("*.sock"))
 
 
-def _client(server: TopServer, says: bytes = sockets.HELLO) -> socket.socket:
+def _client(server: TopServer, greeting: bytes = sockets.HELLO) -> socket.socket:
     sock = sockets.connect(server.path)
-    sock.sendall(says)
+    sock.sendall(greeting)
     sock.settimeout(5)
     return sock
 
 
-def test_who_says_hello_gets_messages(loop: Loop, server: TopServer) -> None:
+def test_clients_receive_messages_after_their_hello(
+    loop: Loop, server: TopServer
+) -> None:
     with _client(server, sockets.HELLO[:5]) as slow, _client(server) as quick:
         loop.run()
         assert len(server) == 1
@@ -220,18 +221,20 @@ def test_who_says_hello_gets_messages(loop: Loop, server: TopServer) -> None:
     assert len(server) == 0
 
 
-@pytest.mark.parametrize("says", [b"GET / HTTP/1.1\r\n", b"\0" * 9, b"ringjax top 2\n"])
-def test_who_says_something_else_is_sent_away(
-    loop: Loop, server: TopServer, says: bytes
+@pytest.mark.parametrize(
+    "greeting", [b"GET / HTTP/1.1\r\n", b"\0" * 9, b"ringjax top 2\n"]
+)
+def test_clients_with_a_wrong_hello_are_disconnected(
+    loop: Loop, server: TopServer, greeting: bytes
 ) -> None:
-    with _client(server, says) as stranger:
+    with _client(server, greeting) as stranger:
         loop.run()
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     assert len(server) == 0
 
 
-def test_who_says_nothing_does_not_stay(
+def test_silent_clients_are_disconnected(
     loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silence = "ringjax.run.monitor.top_server._HELLO_TIMEOUT"
@@ -241,12 +244,12 @@ def test_who_says_nothing_does_not_stay(
         silent.setblocking(False)
         with pytest.raises(BlockingIOError):
             silent.recv(1)
-        monkeypatch.setattr(silence, 0.0)  # now it has been silent for that time
+        monkeypatch.setattr(silence, 0.0)  # the limit has passed now
         loop.run()
         assert silent.recv(1) == b""
 
 
-def test_who_does_not_take_messages_is_cut_off(
+def test_clients_that_do_not_read_are_disconnected(
     loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience = "ringjax.run.monitor.top_server._SEND_TIMEOUT"
@@ -262,13 +265,13 @@ def test_who_does_not_take_messages_is_cut_off(
                 loop.run()
                 got += len(reading.recv(1 << 20))
             assert len(server) == 2
-        monkeypatch.setattr(patience, 0.0)  # now the client has not read for that time
+        monkeypatch.setattr(patience, 0.0)  # the limit has passed now
         server.send(large)
         assert len(server) == 1
         assert reading.recv(1 << 20)
 
 
-def test_of_too_many_the_one_that_came_first_has_to_go(
+def test_the_oldest_of_too_many_clients_is_closed(
     loop: Loop, server: TopServer
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -281,7 +284,7 @@ def test_of_too_many_the_one_that_came_first_has_to_go(
         assert found[0].recv(100) == b"" and found[-1].recv(100) == b"one\n"
 
 
-def test_another_user_does_not_look(
+def test_other_users_cannot_read(
     loop: Loop, server: TopServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ringjax.run.monitor.top_server.peer_uid", lambda sock: 12345)

@@ -67,7 +67,7 @@ def test_a_start_imports_little_and_waits_for_no_timer() -> None:
     # The module `copy` tries to import org.python.core, which exists only in Jython.
     assert foreign <= {*sys.stdlib_module_names, "ringjax", "org"}
     assert "asyncio" not in found
-    assert len(found) < 700  # both processes together; today it is half as many
+    assert len(found) < 700  # twice the present number of both processes
 
 
 def test_exit_code_and_reason_of_the_first_failure() -> None:

@@ -83,7 +83,7 @@ def test_a_program_on_one_device_takes_no_token(launches, ahead) -> None:
     call = program.lower(jnp.ones(3)).compile() if ahead else program
     for _ in range(5):
         np.testing.assert_array_equal(call(jnp.ones(3)), np.ones(3))
-    assert launches.count("jit(reduce)") == 1  # the first time
+    assert launches.count("jit(reduce)") == 1  # only the first of the five calls
     assert token() is None
 
 
