@@ -228,11 +228,11 @@ Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& en
   return OkStatus();
 }
 
-// Exchanges frames and messages over links. In step k a rank sends its first 2^k
-// blocks, or as many as the receiver lacks, to the rank 2^k before it. Before the first
-// step, the rank pushes its own block to all of these ranks, because the block wakes
-// peers that sleep between rounds (Rounds::AwaitNext): every rank is woken through a
-// chain of at most log2 P ranks.
+// Exchanges frames and messages over links. In step k, a rank sends its first 2^k
+// blocks, or as many as the receiver lacks, to rank - 2^k. Before step 0, the rank
+// pushes its own block to all these receivers, because the block wakes peers that sleep
+// between rounds (Rounds::AwaitNext): every rank is woken through a chain of at most
+// log2 P ranks.
 Status ExchangeOverLinks(const Frame& mine, const std::string& own,
                          const Endpoints& endpoints, Waiter* waiter,
                          std::vector<Frame>* frames, std::vector<std::string>* all) {

@@ -36,8 +36,8 @@ using Values = std::vector<std::span<const std::byte>>;
 // result is equal on all ranks.
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size);
 
-// Writes the data of this rank into its slot for the next agreement. Must be called
-// before that agreement, which releases the data to the peers.
+// Writes the data of this rank into its inline slot. Must be called before the next
+// agreement, in which the peers read the slot.
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
                const Endpoints& endpoints);
 

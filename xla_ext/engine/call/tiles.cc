@@ -124,8 +124,8 @@ class TilePipeline {
         if (ready) {
           Reduce(reduced++);
           segment_.Publish(SharedSegment::kReduced, base_ + reduced);
-          // Without a copy-out phase, the tile is finished after the reduction. So the
-          // three counters are always equal between two messages.
+          // Without a copy-out phase, the tile is finished now. Counting it keeps the
+          // three counters equal between two messages.
           if (!copies_out_)
             segment_.Publish(SharedSegment::kFinished, base_ + ++finished);
         }
@@ -192,9 +192,9 @@ class TilePipeline {
   // Reduces `own` and the `n` elements at byte `offset` of every peer's slot of tile
   // `k` into `result`.
   //
-  // Each rank starts with the data of the next rank, so that not all ranks read the
-  // data of one core at once. The order of the sum differs from part to part, but only
-  // one rank sums each part, so all ranks have the same result.
+  // Each rank starts with the data of the next rank, so that not all ranks read from
+  // one core at the same time. The order of the sum differs between parts, but only one
+  // rank sums each part, so all ranks have the same result.
   void ReduceStrip(std::byte* result, const void* own, uint64_t k, uint64_t offset,
                    uint64_t n) const {
     for (int i = 1; i < size_; ++i) {
@@ -308,9 +308,9 @@ class AllreducePipeline : public TilePipeline {
     if (own.end < tile.end) visit(Range{own.end, tile.end});
   }
 
-  // Returns whether non-temporal stores write a result to the output. They do not if
-  // the output is the input: this rank has just read those lines, so an ordinary store
-  // finds them in a cache.
+  // Returns whether non-temporal stores write a result to the output. Returns false if
+  // the output is the input: this rank has just read it, so ordinary stores find its
+  // lines in a cache.
   bool IsNonTemporal(const Span& out, const Span& in) const {
     return count_ * width_ >= kNonTemporalResult && out.data != in.data &&
            !arithmetic_.compressed();
@@ -342,8 +342,8 @@ class AllreducePipeline : public TilePipeline {
   // `non_temporal` is set, and the slot if the copier uses such stores at the moment,
   // because the cores share no cache (`far`). These stores evict the lines from the
   // caches, but a reduction reads its partial sums back. So a strip is never reduced in
-  // memory that is written in this way. It is reduced in the output, the slot or
-  // scratch, and then copied.
+  // memory that non-temporal stores write, but in the output, the slot or scratch, and
+  // is then copied.
   void ReduceToOutputAndSlot(std::byte* out, const void* own, uint64_t k,
                              uint64_t offset, uint64_t n, bool non_temporal) {
     const bool far = segment_.copier().non_temporal();

@@ -65,8 +65,8 @@ Status CallCompletion::EndEverywhere(const Call& call, const Status& outcome) {
                : outcome;
   if (all.code() == Code::kCancelled)
     return failures_.Fail(call, {all.code(), "interrupted"});
-  // `why` names the world rank to blame, and an elastic job continues without that
-  // rank. kUnavailable makes the call wait for the next epoch.
+  // An elastic job continues without the rank to blame, which `why` names. The code
+  // kUnavailable makes the call wait for the next epoch.
   state_.abort.Await(std::chrono::milliseconds(200));
   const Status why = ending.abort_status();
   if (!state_.abort.aborted())

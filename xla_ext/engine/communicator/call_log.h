@@ -27,8 +27,8 @@ struct OpStats {
   std::map<std::string_view, uint64_t> algorithms;  // number of requests, by algorithm
 };
 
-// Only the thread that serves a call may use the functions of the first section. Any
-// thread may use the functions of the second section. `state` must outlive the object.
+// Only the thread that runs a call may use the functions from Enter to event. Any
+// thread may use the functions from trace on. `state` must outlive the object.
 class CallLog {
  public:
   explicit CallLog(const CommState& state) : state_(state) {}

@@ -45,10 +45,10 @@ Status CallRunner::InTurn(const Call& call, const std::function<Status()>& body)
 
 Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {
   const ActiveMark active(state_);
-  // seq_cst, because ActiveMark has stored the mark and this load of the abort flag
-  // must not be reordered before that store. AbortState::Abort stores the flag before
-  // Quiesce loads the mark. So either this load sees the abort, or Quiesce sees the
-  // mark and waits for this call.
+  // This load of the abort flag is seq_cst, because it must not be reordered before the
+  // store of the mark in ActiveMark. AbortState::Abort stores the flag before Quiesce
+  // loads the mark. So either this load sees the abort, or Quiesce sees the mark and
+  // waits for this call.
   if (state_.abort.flag().load(std::memory_order_seq_cst))
     return failures_.Aborted(call);
   try {

@@ -116,8 +116,8 @@ struct CommState {
   int world_rank() const { return options.world_ranks[rank()]; }
   // Returns "RINGJAX[world, epoch 0]: ", the start of every error text of the core.
   std::string Prefix() const;
-  // The sequence number of the call that was begun last. It is read relaxed, so another
-  // thread may see an earlier number.
+  // Returns the sequence number of the call that was begun last. The load is relaxed,
+  // so another thread may see an earlier number.
   uint64_t sequence() const { return progress->sequence(); }
   // Returns a waiter for one call of this communicator.
   Waiter NewWaiter() const {

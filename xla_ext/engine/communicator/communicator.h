@@ -136,8 +136,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Called by the ResilientComm when it installs this epoch. Progress reports do not
   // count the calls before.
   void OnInstalled(uint64_t epoch_index);
-  // The progress of the calls in this epoch, which this rank reports after an abort.
-  // The object may outlive the communicator.
+  // Returns the progress of this epoch's calls, which this rank reports after an abort.
+  // The Progress object may outlive the communicator.
   const std::shared_ptr<Progress>& progress() const { return state_.progress; }
 
   // Runs the call once in this epoch. The ResilientComm calls this function while its
@@ -183,7 +183,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   CallLog& log() { return log_; }
   const CallLog& log() const { return log_; }
   // Sequence numbers of the call that was begun last, and of the call that was finished
-  // last. They are read relaxed, so another thread may see earlier numbers.
+  // last. The loads are relaxed, so another thread may see earlier numbers.
   uint64_t entered() const { return state_.sequence(); }
   uint64_t finished() const { return state_.finished.load(std::memory_order_relaxed); }
 

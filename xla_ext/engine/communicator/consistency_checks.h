@@ -9,7 +9,8 @@
 
 namespace ringjax {
 
-// The checks of one communicator, by a hash of the check's name. Thread-safe.
+// The state of each check on one communicator. Thread-safe. The key of a check is a
+// hash of its name.
 class ConsistencyChecks {
  public:
   struct Check {

@@ -11,9 +11,9 @@
 namespace ringjax {
 namespace {
 
-// A thread pool without a limit. Each task gets a thread immediately, because a task
-// may block until other tasks have run. The pool is never destroyed, because its tasks
-// continue programs, which may outlive static objects at exit.
+// A thread pool without a limit of threads. Each task gets a thread immediately,
+// because a task may block until other tasks have run. The pool is never destroyed,
+// because its tasks continue programs, which may outlive static objects at exit.
 class ThreadPool {
  public:
   // Runs the task on a thread of the pool, or on this one if the system can start none.
@@ -243,9 +243,9 @@ std::string DeviceRendezvous::Missing() const {
   return open_.empty() ? "" : open_.front().Missing();
 }
 
-// Gives up the run of `late`. Returns the status of its parts and of devices that join
-// the run later. Sets `*what` to a predicate of this rank: "waited 30 s for device 1
-// ...". The caller holds mutex_.
+// Gives up the program run of `late`. Returns the error for all parts of that run,
+// including parts that arrive later. Sets `*what` to a predicate of this rank: "waited
+// 30 s for device 1 ...". The caller holds mutex_.
 Status DeviceRendezvous::GiveUp(const Group& late, std::string* what) {
   const Part& part = late.parts.front();
   *what = "waited " + Digits(late.seconds) + " s for " + late.Missing();

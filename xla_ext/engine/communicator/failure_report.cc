@@ -80,7 +80,8 @@ bool FailureReport::TryAbort(const Status& blame) const {
 void FailureReport::AbortAndNotifyPeers(Code code, const std::string& what,
                                         int culprit) const {
   const Status blame(code, what, culprit < 0 ? state_.world_rank() : culprit);
-  // The other ranks may continue in the next epoch, but this rank must not.
+  // This rank is to blame, so it must not continue in the next epoch as other ranks
+  // may.
   if (!TryAbort(blame) && culprit < 0) state_.resilient->End(Sentence(blame));
 }
 

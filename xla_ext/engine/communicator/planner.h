@@ -35,9 +35,9 @@ class Planner {
   // Returns the route and the plan of a request that is not inline. The pointer is
   // valid until the next PlanFor, which may clear a full cache.
   Result<const Planned*> PlanFor(const Request& request);
-  // For the only request of a call: if its results stay in the shared segment until the
-  // next call (tiles.h), returns the value of the counter kReduced at which they are
-  // complete, for CallAttempt::reduced. Otherwise returns 0.
+  // If the results of the request, the only one of a call, stay in the shared segment
+  // until the next call (tiles.h), returns the value of the counter kReduced at which
+  // the results are complete, for CallAttempt::reduced. Otherwise returns 0.
   uint64_t RetainedWhenReducedIs(const Request& request);
   // Returns the algorithm that CommunicatorOptions::algorithm forces for `op`, or "".
   std::string_view Forced(Collective op) const;

@@ -207,7 +207,8 @@ Status ResilientComm::RunInEpochs(Communicator& caller, const Call& call,
   }
 }
 
-// Removes one failure that Install has scheduled, because a call has failed instead.
+// Removes one of the failures that Install has scheduled for later calls, because the
+// current call fails instead.
 void ResilientComm::CancelScheduledFailure() {
   std::lock_guard lock(mutex_);
   failing_ = std::max(failing_ - 1, 0);

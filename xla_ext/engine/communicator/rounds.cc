@@ -39,8 +39,8 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     const Status status =
         ExchangeMessages(frame, own, state_.endpoints, &waiter, all, piggyback);
     if (!status.ok()) return failures_.Fail(Round(), status);
-    // A round counts as a call in progress reports, although no rank can complete a
-    // round after an abort.
+    // Count the round as a finished call in progress reports, although no rank can
+    // complete a round after an abort.
     state_.progress->Done(state_.sequence());
     state_.progress->Returned(state_.sequence());
     stalls_.EndRound();
@@ -88,9 +88,10 @@ Status Rounds::AwaitNext(Clock::time_point deadline, bool required, bool* begun)
     if (now >= deadline) break;
     waiter_->set_slice(deadline - now);
     const Status idle = waiter_->Idle([this] {
-      // seq_cst, as in Wake, which stores woken_ and then loads asleep_. So either this
-      // load sees woken_, or Wake sees asleep_ and rings the doorbell. With a weaker
-      // order, this thread could sleep although Wake has been called.
+      // These accesses are seq_cst, as in Wake, which stores woken_ and then loads
+      // asleep_. So either this load sees woken_, or Wake sees asleep_ and rings the
+      // doorbell. With a weaker order, this thread could sleep although Wake has been
+      // called.
       asleep_.store(true);
       if (woken_.load()) state_.doorbell->Ring();
       return Interests();

@@ -205,9 +205,9 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
     progress_lock_.CountCaller();
     if (Drive(*work)) return work;
   }
-  // seq_cst, as in Release. If this load comes before the fetch_sub of the last
-  // Release, the task is already in the queue, and Release wakes the lane. Otherwise
-  // this load sees that no Hold is active, and this thread wakes the lane.
+  // The load of held_ is seq_cst, as in Release. If it comes before the fetch_sub of
+  // the last Release, the task is already in the queue, and Release wakes the lane.
+  // Otherwise this load sees that no Hold is active, and this thread wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
   return work;
 }

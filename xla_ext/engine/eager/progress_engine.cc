@@ -277,8 +277,8 @@ Status ProgressEngine::MoveToNextEpoch() {
       all = tasks_.CollectPending(communicator_->epoch_index());
     }
     if (before) before->Close();
-    // EagerLane::Abort may have run before the swap and aborted only the ended
-    // communicator.
+    // If EagerLane::Abort ran before the swap above, it aborted only the ended
+    // communicator, so the new one is aborted here.
     const Status end = state_.resilient->end_status();
     if (!end.ok()) communicator_->Abort(end);
     if (end.ok()) SubmitAgain(all, cause.rank());

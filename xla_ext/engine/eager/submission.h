@@ -17,8 +17,8 @@
 
 namespace ringjax {
 
-// Must not change after it has been shared. A grouped operation is one submission with
-// many tensors.
+// A Submission must not change once a SubmissionPtr refers to it. A grouped operation
+// is one submission with many tensors.
 struct Submission {
   struct Piece {
     DType dtype = DType::kF32;

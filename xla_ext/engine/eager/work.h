@@ -46,8 +46,8 @@ struct Gate {
   std::condition_variable ended;
   double spin_seconds = 0;  // how long a thread yields before it sleeps
 
-  // While a Driver exists, its thread is marked as a caller that runs the lane
-  // (EagerLane::Drive).
+  // While a Driver exists, the thread that created it counts as a caller that runs the
+  // lane (EagerLane::Drive).
   class Driver {
    public:
     explicit Driver(const Gate* gate) { driven = gate; }

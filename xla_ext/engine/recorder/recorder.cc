@@ -220,7 +220,8 @@ std::string Recorder::Write(const std::string& reason) const {
   std::string text =
       "{\"who\": " + Quoted(who_) + head + ", \"reason\": " + Quoted(reason) + "}\n";
   for (const Event& event : latest) text += JsonLine(event, zero);
-  // Mode "x" (O_EXCL) never opens a symbolic link that another process has put there.
+  // Mode "x" (O_EXCL) never opens a symbolic link that another process has put at
+  // `path_`.
   std::remove(path_.c_str());
   std::FILE* file = std::fopen(path_.c_str(), "wxe");
   if (file == nullptr) return std::strerror(errno);

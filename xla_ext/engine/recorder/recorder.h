@@ -66,9 +66,9 @@ struct Totals {
 };
 
 // Seconds in which at least one call waited, and in which at least one call moved data.
-// Time that several calls share counts once. Both are lower bounds: calls are added
-// when they end, and the part of a call before the latest instant counted so far is
-// ignored.
+// Time that several calls share counts once. Both values are lower bounds: calls are
+// added when they end, and the part of a call before the latest instant counted so far
+// is ignored.
 struct Busy {
   double waiting = 0, moving = 0;
 };
@@ -99,9 +99,9 @@ class Recorder {
   std::vector<Event> Latest() const;  // the stored events, oldest first
   // Keeps the latest `capacity` events from now on.
   void SetCapacity(size_t capacity);
-  // Returns the events after the first `*seen` that are still stored, oldest first, and
-  // sets `*seen` to count(). `*lost` receives the number of these events that are no
-  // longer stored.
+  // Returns the events that were added after event number `*seen`, oldest first, and
+  // sets `*seen` to count(). `*lost` receives how many of these events are no longer
+  // stored.
   std::vector<Event> Since(uint64_t* seen, uint64_t* lost = nullptr) const;
   // Like Since, but returns the events as lines of JSON, with times in seconds of
   // Event::Clock.
