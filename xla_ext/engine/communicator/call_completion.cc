@@ -17,8 +17,8 @@ Status CallCompletion::End(const Call& call, const Status& outcome, Barrier barr
                            const Frame& frame, Waiter* waiter, CallAttempt* attempt) {
   attempt->outcome = outcome;
   attempt->locally_complete = true;
-  // In a static job a rank may return before other ranks have their results. If this
-  // rank is lost afterwards, the whole job fails.
+  // In a static job, a rank may return from a call before other ranks have their
+  // results: if this rank is lost afterwards, the whole job fails anyway.
   if (state_.repairs) {
     state_.progress->Done(state_.sequence());
     if (Status s = AtFailpoint(Failpoint::kComplete); !s.ok())

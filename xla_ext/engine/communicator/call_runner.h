@@ -37,8 +37,8 @@ class CallRunner {
   // Takes a ticket of this epoch alone (CommState::own), waits until the ticket is
   // served, and runs `body` by Guarded.
   Status InTurn(const Call& call, const std::function<Status()>& body);
-  // Runs `body` unless the communicator was aborted. Turns an exception into a failure.
-  // The caller ensures that no other call runs.
+  // Runs `body` unless the communicator was aborted. If `body` throws, fails the call.
+  // The caller must ensure that no other call runs.
   Status Guarded(const Call& call, const std::function<Status()>& body);
 
   // Checks whether this rank can do its part of the call. Sends nothing.

@@ -119,7 +119,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Checks whether this rank can do its part of the call. Sends nothing.
   Status Validate(const Call& call) const { return runner_.Validate(call); }
 
-  // Prepends to an error the start of every error message: Prefix() and the operation.
+  // Prepends Prefix() and the operation, with which every error message begins.
   Status WithContext(const Call& call, const Status& status) const {
     return failures_.WithContext(call, status);
   }

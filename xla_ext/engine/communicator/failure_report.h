@@ -31,7 +31,7 @@ class FailureReport {
 
   // Makes the recorder write its file, if `reason` names a culprit.
   void Dump(const Status& reason) const;
-  // Prepends to an error the start of every error message: Prefix() and the operation.
+  // Prepends Prefix() and the operation, with which every error message begins.
   Status WithContext(const Call& call, const Status& status) const;
   // Returns "allreduce 'x' (f32[4], SUM, seq 7)".
   std::string DescribeCall(const Call& call) const;

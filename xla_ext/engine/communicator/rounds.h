@@ -22,9 +22,9 @@
 
 namespace ringjax {
 
-// Only one thread at a time, the holder of the lane's progress lock, may use the
-// object, except for Wake. Between rounds that thread sleeps until a peer begins the
-// next round. The arguments of the constructor must outlive the object.
+// Only the thread that holds the progress lock of the eager lane may use the object,
+// but any thread may call Wake. Between rounds the holder sleeps until a peer begins
+// the next round. The arguments of the constructor must outlive the object.
 class Rounds {
  public:
   Rounds(CommState* state, CallRunner* runner, const FailureReport* failures,
