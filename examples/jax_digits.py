@@ -72,7 +72,7 @@ def load(seed: int) -> tuple[Data, Data]:
 
 
 class Network(nn.Module):
-    """Two convolutions and two dense layers."""
+    """A network with two convolutions and two dense layers."""
 
     @nn.compact
     def __call__(self, x):

@@ -11,7 +11,7 @@ of ringjax. Transformer and text are those of `jax_char_lm.py`. Without accelera
 JAX uses the CPU as four devices (``--devices``). Needs
 ``pip install "ringjax[examples]"``.
 
-To go further: shard other dimensions in `cut`, such as the heads of the attention.
+To go further: shard other dimensions in `sharding_of`, such as the attention heads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ringjax.init()
 mesh = jax.make_mesh((jax.device_count(),), ("shard",), (jax.sharding.AxisType.Auto,))
 
 
-def cut(leaf):
+def sharding_of(leaf):
     """Shards `leaf` over its last dimension that is a multiple of the device count."""
     fits = [i for i, n in enumerate(leaf.shape) if n and n % mesh.size == 0]
     spec = [None] * leaf.ndim
@@ -72,7 +72,7 @@ tx = optax.chain(
 )
 
 
-def begin():
+def init_state():
     params = model.init(jax.random.key(0), tokens[None, : model.length])
     return params, tx.init(params)
 
@@ -80,8 +80,8 @@ def begin():
 # The model is created in shards, so no device ever holds the whole model. The step
 # returns arrays with the shardings of its arguments, because otherwise the next call
 # would compile the step again.
-shardings = jax.tree.map(cut, jax.eval_shape(begin))
-params, opt_state = jax.jit(begin, out_shardings=shardings)()
+shardings = jax.tree.map(sharding_of, jax.eval_shape(init_state))
+params, opt_state = jax.jit(init_state, out_shardings=shardings)()
 train_step = jax.jit(make_step(model, tx), out_shardings=(*shardings, None))
 
 

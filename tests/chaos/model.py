@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 
 def initial_state() -> tuple[Tree, Any]:
-    """Parameters and the optimizer's state before step 0."""
+    """Returns the parameters and the optimizer state before step 0."""
     params = {
         name: jnp.full(shape, (i + 1) / 8, jnp.float32)
         for i, (name, shape) in enumerate(SHAPES.items())

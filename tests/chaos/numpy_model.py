@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 def initial_state() -> tuple[Tree, Tree]:
-    """Parameters and momentum before step 0."""
+    """Returns the parameters and the momentum before step 0."""
     params = {
         name: np.full(shape, (i + 1) / 8, np.float32)
         for i, (name, shape) in enumerate(SHAPES.items())

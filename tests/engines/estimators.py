@@ -62,7 +62,7 @@ def torch_model() -> Any:
     )
 
 
-def right(output: Any, label: Any) -> Any:
+def is_correct(output: Any, label: Any) -> Any:
     return ((output > 0.5) == (label > 0.5)) * 1.0
 
 
@@ -75,7 +75,7 @@ def torch_estimator(store: Any, **params: Any) -> Any:
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "loss": torch.nn.functional.binary_cross_entropy,
-        "metrics": [right],
+        "metrics": [is_correct],
         "input_shapes": [[2]],
     }
     return TorchEstimator(store=store, **{**COMMON, **given, **params})

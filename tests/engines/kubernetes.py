@@ -345,11 +345,11 @@ class Cluster:
         for entry in container.get("env", ()):
             value = entry.get("value")
             if value is None:
-                value = self._from(entry["valueFrom"], pod)
+                value = self._value_from(entry["valueFrom"], pod)
             env[entry["name"]] = value
         return env
 
-    def _from(self, source: Object, pod: Object) -> str:
+    def _value_from(self, source: Object, pod: Object) -> str:
         if "secretKeyRef" in source:
             wanted = source["secretKeyRef"]
             found = self.server.ask("GET", f"{_PATHS['Secret']}/{wanted['name']}")
@@ -363,11 +363,11 @@ class Cluster:
 def children(manifest: Object) -> list[Object]:
     """Returns the objects that the controllers of JobSet and Trainer create."""
     if manifest["kind"] == "JobSet":
-        return _of_job_set(manifest)
+        return _children_of_job_set(manifest)
     return []
 
 
-def _of_job_set(job_set: Object) -> list[Object]:
+def _children_of_job_set(job_set: Object) -> list[Object]:
     name, spec = job_set["metadata"]["name"], job_set["spec"]
     network = spec.get("network", {})
     rules = spec.get("failurePolicy", {}).get("rules") or [{"action": "RestartJobSet"}]

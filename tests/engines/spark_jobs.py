@@ -168,7 +168,7 @@ def random_kills(
                 programs.wait_for_sizes(folder, 4, 4, seconds=120)
                 time.sleep(random.random())
                 # The name of the file of a rank is its process id.
-                ranks = [int(f.name) for f in folder.iterdir() if _lives(f.name)]
+                ranks = [int(f.name) for f in folder.iterdir() if _is_running(f.name)]
                 victim = random.choice(_executors() if kind == "executor" else ranks)
                 began = time.time()
                 os.kill(victim, signal.SIGKILL)
@@ -193,7 +193,7 @@ def random_kills(
     return times
 
 
-def _lives(name: str) -> bool:
+def _is_running(name: str) -> bool:
     return name.isdigit() and Path("/proc", name).exists()
 
 

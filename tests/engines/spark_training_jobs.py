@@ -14,8 +14,8 @@ import pytest
 from engines.estimators import (
     LocalBackend,
     flax_estimator,
+    is_correct,
     keras_estimator,
-    right,
     torch_estimator,
     torch_model,
     weights,
@@ -82,7 +82,7 @@ def test_torch_steps_are_those_of_one_process(store: Any) -> None:
         y = torch.tensor(val["y"].to_numpy(), dtype=torch.float32)
         output = alone(x)[:, 0]
     judged = history[-1]["validation"]["all_metrics"][0]["group_0_y"]
-    assert judged == pytest.approx(float(right(output, y).mean()))
+    assert judged == pytest.approx(float(is_correct(output, y).mean()))
     assert model.getOptimizer().param_groups[0]["lr"] == pytest.approx(0.1)
 
 
@@ -134,7 +134,7 @@ def test_keras_validates_on_the_same_rows_each_time(store: Any) -> None:
     fitted = keras_estimator(store, **how, **own, validation=0.2).fit_on_parquet()
     found = table(20, 1)
     outputs = fitted.getModel().predict(np.array(found["features"].to_pylist()))[:, 0]
-    expected = np.mean(right(outputs, found["y"].to_numpy()))
+    expected = np.mean(is_correct(outputs, found["y"].to_numpy()))
     assert fitted.getHistory()["val_accuracy"][-1] == pytest.approx(expected)
 
 

@@ -220,7 +220,7 @@ Options Parse(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   const Options options = Parse(argc, argv);
-  __sanitizer_set_death_callback(Keep);
+  __sanitizer_set_death_callback(SaveInput);
   signal(SIGABRT, OnAbort);
   signal(SIGALRM, OnAlarm);
   signal(SIGPIPE, SIG_IGN);

@@ -108,7 +108,7 @@ def _object(data: bytes) -> None:
         objects.decode(data)
 
 
-def _objects_of() -> list[bytes]:
+def _encoded_objects() -> list[bytes]:
     return [
         objects.encode(value)
         for value in (
@@ -383,7 +383,7 @@ def targets() -> list[Target]:
             [*(json.dumps(m).encode() for m in _STATIC_MESSAGES), deep],
             refused,
         ),
-        Target("object", _object, [*_objects_of(), boxed], value),
+        Target("object", _object, [*_encoded_objects(), boxed], value),
         Target("cost", _cost, [_cost_seed(), deep]),
         Target("credentials file", _credentials_file, [_credentials_seed(), deep]),
         Target(

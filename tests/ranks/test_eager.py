@@ -318,7 +318,7 @@ def test_bad_arguments(world) -> None:
 def test_any_framework_with_dlpack(world) -> None:
     """Arrays of MXNet are an example (docs/migrate/from-horovod.md)."""
 
-    class Foreign:
+    class DlpackArray:
         """An array of an unknown framework that implements DLPack."""
 
         def __init__(self, values: Any) -> None:
@@ -333,7 +333,7 @@ def test_any_framework_with_dlpack(world) -> None:
         def __setitem__(self, place: Any, values: Any) -> None:
             self.values[place] = values
 
-    gradients = {name: Foreign(mine(world.rank)) for name in ("weight", "bias")}
+    gradients = {name: DlpackArray(mine(world.rank)) for name in ("weight", "bias")}
     handles = [
         eager.allreduce_async(gradient, ringjax.Average, name=f"dlpack.{name}")
         for name, gradient in gradients.items()
@@ -342,5 +342,5 @@ def test_any_framework_with_dlpack(world) -> None:
         gradient[:] = eager.synchronize(handle)
     for gradient in gradients.values():
         np.testing.assert_allclose(gradient.values, total(world.size) / world.size)
-    sent = eager.broadcast(Foreign(mine(world.rank)), 0, name="dlpack.parameter")
+    sent = eager.broadcast(DlpackArray(mine(world.rank)), 0, name="dlpack.parameter")
     np.testing.assert_array_equal(sent, mine(0))

@@ -115,7 +115,7 @@ def test_an_empty_timeline_says_why(world: World, tmp_path: Path) -> None:
         assert events(path)
 
 
-def fill(path: Path, calls: int, most_bytes: int) -> None:
+def make_calls(path: Path, calls: int, most_bytes: int) -> None:
     """Makes calls of different sizes on a communicator of one rank."""
     native = _native.Timeline(str(path), False, most_bytes=most_bytes)
     recorder = _native.Recorder(8, "rank 0")
@@ -142,7 +142,7 @@ def sizes(found: list[dict[str, Any]]) -> list[int]:
 
 def test_a_limited_timeline_keeps_the_newest_events(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    fill(path, calls=200, most_bytes=8192)
+    make_calls(path, calls=200, most_bytes=8192)
     parts = [events(path.with_name("trace.json.1")), events(path)]
     for found in parts:
         assert found[0]["name"] == "start_time_since_epoch_in_micros"
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_a_valid_timeline(tmp_path: Path) -> None:
         resource.RLIMIT_FSIZE, (6000, before[1])
     )  # Python ignores SIGXFSZ
     try:
-        fill(path, calls=300, most_bytes=1 << 20)
+        make_calls(path, calls=300, most_bytes=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found = events(path)

@@ -24,7 +24,7 @@ from ringjax.membership.epoch_state import EpochState
 WRONG = ("naive", "no barrier", "silent leave", "majority", "hasty", "own ending")
 
 
-class Hasty(EpochState):
+class FirstReportDecides(EpochState):
     """Decides on the first report."""
 
     def unreported(self) -> list[int]:
@@ -37,7 +37,7 @@ class Hasty(EpochState):
         return super().outcome(kind)
 
 
-class Majority(EpochState):
+class MajorityDecides(EpochState):
     """Counts a call as complete if most workers have completed it."""
 
     def outcome(self, kind: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Majority(EpochState):
 @contextlib.contextmanager
 def applied(wrong: str) -> Iterator[None]:
     """Makes coordinators follow a wrong rule, if it is a rule of the coordinator."""
-    epoch_state = {"majority": Majority, "hasty": Hasty}.get(wrong)
+    epoch_state = {"majority": MajorityDecides, "hasty": FirstReportDecides}.get(wrong)
     with contextlib.ExitStack() as stack:
         for module in (epochs, membership) if epoch_state else ():
             stack.enter_context(mock.patch.object(module, "EpochState", epoch_state))

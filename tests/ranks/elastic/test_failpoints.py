@@ -38,7 +38,7 @@ def assign(points: str, first: int) -> dict[int, str]:
     return dict(enumerate(points.split(), start=first))
 
 
-def armed(points: Mapping[int, str]) -> dict[str, str]:
+def failpoint_env(points: Mapping[int, str]) -> dict[str, str]:
     """Returns the variable that kills worker w at `points[w]`, for all w."""
     entries = []
     for worker, point in points.items():
@@ -82,7 +82,7 @@ def test_members_and_newcomers_are_killed_at_every_failpoint(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     points = assign(ALL_POINTS, 1)
-    chaos = ChaosJob(start_job, tmp_path, 4, env=armed(points), slots=100)
+    chaos = ChaosJob(start_job, tmp_path, 4, env=failpoint_env(points), slots=100)
     check_kills(chaos, points)
 
 
@@ -94,7 +94,7 @@ def test_a_member_dies_while_a_newcomer_is_being_connected(
     points = {1: "mesh.called#3"}
     chaos = ChaosJob(
         *(start_job, tmp_path, 2),
-        env=armed(points),
+        env=failpoint_env(points),
         options=["--max-np", "3", "-H", "localhost:9"],
     )
     check_kills(chaos, points)
@@ -105,7 +105,7 @@ def test_ranks_are_killed_inside_a_compiled_call(
     start_job: StartJob, tmp_path: Path
 ) -> None:
     points = assign("call.moving#200 call.complete#90", 1)
-    chaos = ChaosJob(start_job, tmp_path, 3, env=armed(points), program=PROGRAM)
+    chaos = ChaosJob(start_job, tmp_path, 3, env=failpoint_env(points), program=PROGRAM)
     assert check_kills(chaos, points).largest == 3
 
 
@@ -127,7 +127,7 @@ def test_rank_0_dies_while_it_writes_a_checkpoint(
     points = assign("checkpoint.begun checkpoint.written checkpoint.named", 0)
     chaos = ChaosJob(
         *(start_job, traces, 4),
-        env=armed(points),
+        env=failpoint_env(points),
         slots=100,
         arguments=[str(folder)],
     )

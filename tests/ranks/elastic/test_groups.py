@@ -1,7 +1,8 @@
 """Elastic jobs whose ranks form groups: ringrun loses and replaces groups whole.
 
-support/grouped.py has the training program and the checks of its steps. A process with
-several devices is a group of one. test_group_hosts.py tests groups over several hosts.
+support/group_jobs.py has the training program and the checks of its steps. A process
+with several devices is a group of one. test_group_hosts.py tests groups over several
+hosts.
 """
 
 from __future__ import annotations

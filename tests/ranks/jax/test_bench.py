@@ -12,18 +12,18 @@ from support.launch import StartJob
 from support.rank_worker import World
 
 pytestmark = pytest.mark.launch("collectives")
-THREE = pytest.mark.ranks(3)
+THREE_RANKS = pytest.mark.ranks(3)
 QUICK = ["-n", "2", "-w", "1"]
-ALONE_TOO = ("allreduce", "barrier")
+ALSO_ON_ONE_RANK = ("allreduce", "barrier")
 
 
-@THREE
+@THREE_RANKS
 @pytest.mark.parametrize("mode", ["--jit", "--eager"])
 @pytest.mark.parametrize(
     "collective",
     [
         *("allgather", "broadcast", "reducescatter", "alltoall"),
-        *(pytest.param(c, marks=pytest.mark.ranks(1, 3)) for c in ALONE_TOO),
+        *(pytest.param(c, marks=pytest.mark.ranks(1, 3)) for c in ALSO_ON_ONE_RANK),
     ],
 )
 def test_every_collective_is_checked_and_timed(
@@ -46,7 +46,7 @@ def test_every_collective_is_checked_and_timed(
     assert row["busbw"] == pytest.approx(row["algbw"] * factor)
 
 
-@THREE
+@THREE_RANKS
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "i32", "u8"])
 @pytest.mark.parametrize("op", ["Average", "Product", "Min"])
 def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
@@ -56,7 +56,7 @@ def test_reductions_of_other_types(world: World, dtype: str, op: str) -> None:
     assert bench.Bench(bench.parse(words)).measure(1000)["dtype"] == dtype
 
 
-@THREE
+@THREE_RANKS
 def test_a_wrong_result_ends_the_benchmark(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.launch("collectives")
 
 
 @pytest.fixture(autouse=True)
-def in_both_widths(world) -> Iterator[None]:
+def enable_x64(world) -> Iterator[None]:
     with jax.enable_x64(True):
         yield
 

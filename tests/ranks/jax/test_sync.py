@@ -19,22 +19,22 @@ pytestmark = [
     pytest.mark.ranks(3),
     pytest.mark.launch("collectives"),
 ]
-SEVERAL = pytest.mark.ranks(2, 3)
-ALONE_TOO = pytest.mark.ranks(1, 3)
+SEVERAL_RANKS = pytest.mark.ranks(2, 3)
+ONE_OR_THREE_RANKS = pytest.mark.ranks(1, 3)
 
 
-class Bag(NamedTuple):
+class LeafTuple(NamedTuple):
     count: int
     rate: float
     on: bool
     z: complex
 
 
-def bag(root: int, rank: int):
+def all_leaf_kinds(root: int, rank: int):
     """Returns a tree with all kinds of leaves, whose values differ on the root."""
     mine = 1 if rank == root else 0
     return {
-        "python": Bag((1 << 62) * mine + 1, 0.1 * mine, bool(mine), 1j * mine),
+        "python": LeafTuple((1 << 62) * mine + 1, 0.1 * mine, bool(mine), 1j * mine),
         "f32": jnp.arange(6.0).reshape(2, 3) * mine,
         "f16": jnp.ones((), jnp.float16) * mine,
         "bf16": jnp.ones(3, jnp.bfloat16) * mine,
@@ -73,12 +73,12 @@ def same(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 @pytest.mark.parametrize("last", [False, True])
 def test_every_kind_of_leaf_is_sent_unchanged(world, last) -> None:
     root = world.size - 1 if last else 0
-    out = ringjax.broadcast_parameters(bag(root, world.rank), root_rank=root)
-    same(out, bag(root, root))
+    out = ringjax.broadcast_parameters(all_leaf_kinds(root, world.rank), root_rank=root)
+    same(out, all_leaf_kinds(root, root))
     out["np64"][0] = 1.0  # NumPy leaves are writable
 
 
@@ -142,7 +142,7 @@ def test_an_nnx_state_with_its_random_streams(world) -> None:
     same(ringjax.broadcast_parameters(fresh(world.rank)), fresh(0))
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 def test_inside_jit(world) -> None:
     root = world.size - 1
     tree = {"w": jnp.full(3, world.rank), "key": jax.random.key(world.rank), "n": 2}
@@ -157,7 +157,7 @@ def test_inside_jit(world) -> None:
     same(out["key"], jax.random.key(root))
 
 
-@SEVERAL
+@SEVERAL_RANKS
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -220,7 +220,7 @@ def test_a_model_whose_leaves_are_not_all_arrays(world) -> None:
         assert model.parts[place] is mine.parts[place]
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_leaves_that_are_not_sent_must_be_equal(world) -> None:
     tree = {"w": jnp.ones(2), "how": "same" if world.rank == 0 else "valid"}
     text = "'how': rank 0 has the str 'same', rank 1 has the str 'valid'"
@@ -228,7 +228,7 @@ def test_leaves_that_are_not_sent_must_be_equal(world) -> None:
         ringjax.broadcast_parameters(tree)
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_different_roots_raise(world) -> None:
     with pytest.raises(
         ringjax.errors.Mismatch, match="`root_rank`: rank 0 has 0, rank 1"
@@ -272,7 +272,7 @@ def test_a_root_outside_of_the_world_is_refused(world) -> None:
 OBJECT = {"lr": 1e-3, 5: (None, [True, b"\0"]), "name": "ß", "x": np.arange(4.0)}
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 @pytest.mark.parametrize("last", [False, True])
 def test_broadcast_object(world, last) -> None:
     root = world.size - 1 if last else 0
@@ -289,7 +289,7 @@ def test_large_and_empty_objects(world, length) -> None:
     assert ringjax.broadcast_object(data[:length]) == data[:length]
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 def test_allgather_object(world) -> None:
     mine = {"rank": world.rank, "long": "x" * (200 * world.rank)}
     everyone = ringjax.allgather_object(mine)
@@ -297,34 +297,43 @@ def test_allgather_object(world) -> None:
     assert [len(x["long"]) for x in everyone] == [200 * r for r in range(world.size)]
 
 
-class Odd:
+class Unencodable:
     """An object that the safe format cannot encode."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Odd)
+        return isinstance(other, Unencodable)
 
     __hash__ = None
 
 
 def test_pickle_must_be_allowed(world) -> None:
-    with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
-        ringjax.broadcast_object(Odd())
-    with pytest.raises(TypeError, match="`obj` of rank 0 cannot be sent: .*Odd"):
-        ringjax.allgather_object(Odd())
-    assert ringjax.broadcast_object(Odd(), allow_pickle=True) == Odd()
-    assert ringjax.allgather_object(Odd(), allow_pickle=True) == [Odd()] * world.size
+    with pytest.raises(
+        TypeError, match="`obj` of rank 0 cannot be sent: .*Unencodable"
+    ):
+        ringjax.broadcast_object(Unencodable())
+    with pytest.raises(
+        TypeError, match="`obj` of rank 0 cannot be sent: .*Unencodable"
+    ):
+        ringjax.allgather_object(Unencodable())
+    assert ringjax.broadcast_object(Unencodable(), allow_pickle=True) == Unencodable()
+    assert (
+        ringjax.allgather_object(Unencodable(), allow_pickle=True)
+        == [Unencodable()] * world.size
+    )
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_all_ranks_name_the_rank_that_cannot_send(world) -> None:
     with pytest.raises(TypeError, match="`obj` of rank 1 cannot be sent"):
-        ringjax.allgather_object(Odd() if world.rank == 1 else 1)
+        ringjax.allgather_object(Unencodable() if world.rank == 1 else 1)
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_a_pickle_is_refused_where_it_is_not_allowed(world) -> None:
     if world.rank == 0:
-        assert ringjax.broadcast_object(Odd(), allow_pickle=True) == Odd()
+        assert (
+            ringjax.broadcast_object(Unencodable(), allow_pickle=True) == Unencodable()
+        )
     else:
         with pytest.raises(ValueError, match="`obj` of rank 0: the sender has pickled"):
             ringjax.broadcast_object(None)
@@ -352,7 +361,9 @@ def test_process_sets(world) -> None:
         assert ringjax.broadcast_parameters(mine, 2, process_set=pair) == 20
         assert ringjax.allreduce_metrics(mine, process_set=pair) == 10.0
         with pytest.raises(TypeError, match="`obj` of rank 2"):
-            ringjax.allgather_object(Odd() if world.rank else 1, process_set=pair)
+            ringjax.allgather_object(
+                Unencodable() if world.rank else 1, process_set=pair
+            )
         with pytest.raises(ringjax.errors.Mismatch, match="rank 0 has .* rank 2 has"):
             ringjax.broadcast_parameters(jnp.ones(1 + world.rank), process_set=pair)
     else:
@@ -366,7 +377,7 @@ def test_process_sets(world) -> None:
 # -- metrics ---
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 def test_metrics_are_exact_to_float64(world) -> None:
     values = [0.1 + r * 1e-12 for r in range(world.size)]
     out = ringjax.allreduce_metrics(
@@ -394,7 +405,7 @@ def test_metrics_of_arrays_and_device_values(world) -> None:
     np.testing.assert_allclose(out["v"], np.arange(3) * middle)
 
 
-@ALONE_TOO
+@ONE_OR_THREE_RANKS
 def test_weighted_metrics(world) -> None:
     weights = [3.0 * r + 1 for r in range(world.size)]
     values = [r / 7 for r in range(world.size)]
@@ -406,13 +417,13 @@ def test_weighted_metrics(world) -> None:
     assert math.isnan(ringjax.allreduce_metrics(1.0, weight=0))
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_an_integer_on_one_rank_and_a_float_on_another(world) -> None:
     mine = 0 if world.rank else 0.5
     assert ringjax.allreduce_metrics(mine, op=ringjax.Sum) == 0.5
 
 
-@SEVERAL
+@SEVERAL_RANKS
 def test_different_metrics_raise(world) -> None:
     name = "loss" if world.rank else "accuracy"
     with pytest.raises(

@@ -32,7 +32,7 @@ SIZE = 4
 
 
 @pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
+def enable_x64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
 
@@ -59,7 +59,7 @@ class Sized(Loader):
         return len(self._batches)
 
 
-class Unsure(Loader):
+class WithoutLength(Loader):
     def __len__(self) -> int:
         raise TypeError("as a DataLoader of an IterableDataset")
 
@@ -96,7 +96,7 @@ def train_alone(size: int, epochs: int) -> Any:
         (Sized, True, True),
         (Sized, False, True),
         (Loader, True, False),
-        (Unsure, False, False),
+        (WithoutLength, False, False),
     ],
 )
 def test_training_is_that_of_one_process(world, loader, overlap, jit) -> None:
@@ -278,7 +278,7 @@ def test_other_ranks_do_not_wait_for_the_compiled_step(world) -> None:
     assert eager.synchronize(handle) == world.size
 
 
-def _normed(h: Any, rows: int) -> Any:
+def _batch_norm(h: Any, rows: int) -> Any:
     """Normalizes `h` over the rows of all ranks, as batch normalization does."""
     total = ringjax.allreduce(jnp.float64(rows), ringjax.Sum)
     sums = ringjax.allreduce((h.sum(0), (h * h).sum(0)), ringjax.Sum)
@@ -297,9 +297,9 @@ def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> Non
     w = jnp.asarray(np.random.default_rng(9).normal(size=(3, 2)))
 
     def loss(w):  # NaN on a rank that has no rows
-        return jnp.mean(jnp.tanh(_normed(own @ w, len(own))))
+        return jnp.mean(jnp.tanh(_batch_norm(own @ w, len(own))))
 
-    def wanted(w):
+    def expected_loss(w):
         h = everyone @ w
         mean, square = h.mean(0), (h * h).mean(0)
         return jnp.mean(jnp.tanh((h - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)))
@@ -317,7 +317,7 @@ def test_a_weighted_loss_is_right_where_collectives_are_in_it(world, how) -> Non
         assert value == 0
     share = world.size * len(own) / len(everyone)
     np.testing.assert_allclose(value, 2 * share, rtol=1e-6)
-    np.testing.assert_allclose(how(update)(w), jax.grad(wanted)(w), rtol=1e-9)
+    np.testing.assert_allclose(how(update)(w), jax.grad(expected_loss)(w), rtol=1e-9)
 
 
 @pytest.mark.ranks(1, 3)
@@ -332,14 +332,14 @@ def test_weights_behind_a_collective_in_the_loss_are_refused(world, inner) -> No
         step = jax.jit(lambda w: tx.update(grad(w), tx.init(w), w, weight=2)[0])
         return step(w)
 
-    def crossing(w):
+    def loss_with_collective(w):
         return jnp.sum((w - ringjax.allreduce(w)) ** 2)
 
     if world.size == 1:
-        update(crossing)
+        update(loss_with_collective)
     else:
         with pytest.raises(ValueError, match=r"ringjax\.weighted_loss"):
-            update(crossing)
+            update(loss_with_collective)
     # The collective of a constant is not differentiated, so weights are allowed.
     out = update(lambda w: jnp.sum(w**2 * ringjax.allreduce(jnp.float64(3))))
     np.testing.assert_allclose(out, 6.0)

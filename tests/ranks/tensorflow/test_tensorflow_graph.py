@@ -24,7 +24,7 @@ if "RINGJAX_RANK" in os.environ:
 pytestmark = [pytest.mark.ranks(3), pytest.mark.launch("tensorflow")]
 
 
-def added_up(world: Any) -> float:
+def rank_sum(world: Any) -> float:
     return float(sum(range(1, world.size + 1)))
 
 
@@ -56,7 +56,7 @@ def test_many_on_two_threads_in_any_order(world) -> None:
         outs = many(mine(world))
         for i, out in enumerate(outs):
             if i % 2:
-                same(out, np.full(3, added_up(world) * i, np.float32))
+                same(out, np.full(3, rank_sum(world) * i, np.float32))
             else:
                 parts = [np.full(min(i % 4, 3), r + 1.0) for r in range(world.size)]
                 same(out, np.concatenate(parts) + i)
@@ -96,7 +96,7 @@ def test_loops(world) -> None:
             x = hvd.allreduce(x, op=hvd.Average, name="in.order") + 1.0
         return x
 
-    mean = added_up(world) / world.size
+    mean = rank_sum(world) / world.size
     np.testing.assert_allclose(ordered(mine(world)), np.full(3, mean + 40), rtol=1e-5)
 
     @tf.function
@@ -107,7 +107,7 @@ def test_loops(world) -> None:
         return total
 
     for _ in range(2):
-        same(independent(mine(world)), np.full(3, added_up(world) * 780, np.float32))
+        same(independent(mine(world)), np.full(3, rank_sum(world) * 780, np.float32))
 
     @tf.function
     def derived(x: Any) -> Any:
@@ -128,7 +128,7 @@ def test_branches(world) -> None:
             return hvd.allreduce(x, op=hvd.Sum)
         return hvd.broadcast(x, 0)
 
-    same(choose(mine(world), tf.constant(1)), np.full(3, added_up(world), np.float32))
+    same(choose(mine(world), tf.constant(1)), np.full(3, rank_sum(world), np.float32))
     same(choose(mine(world), tf.constant(0)), np.ones(3, np.float32))
 
     @tf.function
@@ -157,10 +157,10 @@ def test_functions_in_functions(world) -> None:
 
     for _ in range(2):
         first, *others, last = outer(mine(world))
-        same(first, np.full(3, added_up(world), np.float32))
+        same(first, np.full(3, rank_sum(world), np.float32))
         for n, out in zip((2, 1, 3), others, strict=True):
-            same(out, np.full(n, added_up(world), np.float32))
-        same(last, np.full(3, added_up(world) * world.size, np.float32))
+            same(out, np.full(n, rank_sum(world), np.float32))
+        same(last, np.full(3, rank_sum(world) * world.size, np.float32))
     v = tf.Variable(mine(world))
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(inner(v) * 2.0)
@@ -176,7 +176,7 @@ def test_names_and_scopes(world) -> None:
         with tf.name_scope(f"of_rank_{odd}"):
             return hvd.allreduce(x, op=hvd.Sum, name="bare", ignore_name_scope=True)
 
-    same(scoped(x), np.full(3, added_up(world), np.float32))
+    same(scoped(x), np.full(3, rank_sum(world), np.float32))
 
     @tf.function
     def in_scope(x: Any) -> Any:
@@ -186,21 +186,21 @@ def test_names_and_scopes(world) -> None:
     # An eager operation has no name scope, so it must use the complete name.
     name = "here/a:0"
     out = hvd.allreduce(x, op=hvd.Sum, name=name) if odd else in_scope(x)
-    same(out, np.full(3, added_up(world), np.float32))
+    same(out, np.full(3, rank_sum(world), np.float32))
 
 
 def test_static_shapes_are_inferred(world) -> None:
     seen: list[Any] = []
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4])])
-    def look(x: Any) -> Any:
+    def record_shapes(x: Any) -> Any:
         reduced, (rows, count) = hvd.allreduce(x), hvd.alltoall(x, [1] * world.size)
         outs = [reduced, hvd.allgather(x), hvd.reducescatter(x), rows, count]
         seen[:] = [out.shape.as_list() for out in [*outs, hvd.rank_op()]]
         return outs
 
     for rows in (world.size, world.size):
-        look(mine(world, (rows, 4)))
+        record_shapes(mine(world, (rows, 4)))
     assert seen == [[None, 4]] * 4 + [[None], []]
 
 
@@ -226,7 +226,7 @@ def test_a_failure_leaks_nothing(world) -> None:
         return [hvd.allreduce(x, op=hvd.Sum, name=f"good.{i}") for i in range(8)]
 
     for out in works(mine(world)):
-        same(out, np.full(3, added_up(world), np.float32))
+        same(out, np.full(3, rank_sum(world), np.float32))
 
 
 def test_functions_in_threads(world) -> None:
@@ -246,7 +246,7 @@ def test_functions_in_threads(world) -> None:
     for thread in threads:
         thread.join()
     for i in range(4):
-        same(results[i], np.full(3, added_up(world) * i, np.float32))
+        same(results[i], np.full(3, rank_sum(world) * i, np.float32))
 
 
 def test_unused_results_are_still_computed(world) -> None:
@@ -336,4 +336,4 @@ def test_results_that_no_graph_collects_are_dropped(world, monkeypatch) -> None:
         kernels.drop_abandoned()
         time.sleep(0.01)
     assert kernels.pending_count() == 0
-    same(hvd.allreduce(mine(world), op=hvd.Sum, name="fails"), [added_up(world)] * 3)
+    same(hvd.allreduce(mine(world), op=hvd.Sum, name="fails"), [rank_sum(world)] * 3)

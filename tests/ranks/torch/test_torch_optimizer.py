@@ -50,7 +50,7 @@ def close(model, reference, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-class Twins:
+class ModelPair:
     """A distributed model, and a reference that has the data of all ranks."""
 
     def __init__(self, world, make, model=None, **options) -> None:
@@ -101,47 +101,45 @@ OPTIMIZERS = {
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_equals_that_of_one_process_with_all_data(world, kind: str) -> None:
-    twins = Twins(world, OPTIMIZERS[kind])
-    twins.train()
+    pair = ModelPair(world, OPTIMIZERS[kind])
+    pair.train()
     # Adam divides by the root of a tiny square, which amplifies rounding errors.
-    close(twins.model, twins.reference, rtol=1e-4, atol=1e-5)
+    close(pair.model, pair.reference, rtol=1e-4, atol=1e-5)
 
 
 @RANKS
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 def test_predivide_factor_changes_nothing(world, factor: float) -> None:
-    twins = Twins(world, sgd, gradient_predivide_factor=factor)
-    twins.train()
-    close(twins.model, twins.reference)
+    pair = ModelPair(world, sgd, gradient_predivide_factor=factor)
+    pair.train()
+    close(pair.model, pair.reference)
 
 
 @RANKS
 def test_sum(world) -> None:
-    twins = Twins(world, sgd, op=hvd.Sum)
-    twins.train(factor=world.size)
-    close(twins.model, twins.reference)
+    pair = ModelPair(world, sgd, op=hvd.Sum)
+    pair.train(factor=world.size)
+    close(pair.model, pair.reference)
 
 
 @RANKS
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_compression(world, name: str) -> None:
     compression = getattr(hvd.Compression, name)
-    twins = Twins(world, sgd, compression=compression)
-    twins.train()
-    close(twins.model, twins.reference, rtol=0.05, atol=0.01)
+    pair = ModelPair(world, sgd, compression=compression)
+    pair.train()
+    close(pair.model, pair.reference, rtol=0.05, atol=0.01)
     if world.size > 1:
         # Each gradient is rounded to 16 bits before the sum.
-        twins.optimizer.zero_grad()
-        loss_of(twins.model, batch(world.rank, 9)).backward()
-        weight, expected = twins.model.last.weight, 0
+        pair.optimizer.zero_grad()
+        loss_of(pair.model, batch(world.rank, 9)).backward()
+        weight, expected = pair.model.last.weight, 0
         for rank in range(world.size):
-            loss = loss_of(copy.deepcopy(twins.model), batch(rank, 9))
-            (grad,) = torch.autograd.grad(
-                loss_of(twins.model, batch(rank, 9)), [weight]
-            )
+            loss = loss_of(copy.deepcopy(pair.model), batch(rank, 9))
+            (grad,) = torch.autograd.grad(loss_of(pair.model, batch(rank, 9)), [weight])
             expected = expected + compression.compress(grad)[0].double()
             assert loss.isfinite()
-        twins.optimizer.synchronize()
+        pair.optimizer.synchronize()
         half = compression.compress(weight.grad)[0]
         assert torch.equal(half.to(weight.dtype), weight.grad)
         torch.testing.assert_close(
@@ -162,33 +160,33 @@ def test_a_custom_compression(world, own_compression: bool) -> None:
             return tensor * context
 
     options = {"compression": Halved} if own_compression else {}
-    twins = Twins(world, sgd, **options)
-    twins.train()
-    close(twins.model, twins.reference)
+    pair = ModelPair(world, sgd, **options)
+    pair.train()
+    close(pair.model, pair.reference)
 
 
 @RANKS
 @pytest.mark.parametrize("passes", [1, 2, 3])
 def test_backward_passes_add_up_locally(world, passes: int) -> None:
-    twins = Twins(world, sgd, backward_passes_per_step=passes)
+    pair = ModelPair(world, sgd, backward_passes_per_step=passes)
 
     def train() -> None:
         for _ in range(3):
-            twins.optimizer.zero_grad()
-            twins.plain.zero_grad()
+            pair.optimizer.zero_grad()
+            pair.plain.zero_grad()
             for _ in range(passes):
-                twins.step += 1
-                loss_of(twins.model, batch(world.rank, twins.step)).backward()
+                pair.step += 1
+                loss_of(pair.model, batch(world.rank, pair.step)).backward()
                 for rank in range(world.size):
-                    loss = loss_of(twins.reference, batch(rank, twins.step))
+                    loss = loss_of(pair.reference, batch(rank, pair.step))
                     (loss / world.size).backward()
-            twins.optimizer.step()
-            twins.plain.step()
-        close(twins.model, twins.reference)
+            pair.optimizer.step()
+            pair.plain.step()
+        close(pair.model, pair.reference)
 
     train()
     passes += 1
-    twins.optimizer.set_backward_passes_per_step(passes)
+    pair.optimizer.set_backward_passes_per_step(passes)
     train()
 
 
@@ -198,14 +196,14 @@ def test_groups(world, wanted) -> None:
     model = Net()
     if wanted == "lists":
         lists = [[model.last.weight, model.first.bias], [model.spare.weight]]
-        twins = Twins(world, sgd, model, groups=lists)
+        pair = ModelPair(world, sgd, model, groups=lists)
     elif wanted == "num_groups":
         with pytest.warns(DeprecationWarning):
-            twins = Twins(world, sgd, model, num_groups=2)
+            pair = ModelPair(world, sgd, model, num_groups=2)
     else:
-        twins = Twins(world, sgd, model, groups=wanted)
-    twins.train()
-    close(twins.model, twins.reference)
+        pair = ModelPair(world, sgd, model, groups=wanted)
+    pair.train()
+    close(pair.model, pair.reference)
 
 
 @RANKS
@@ -214,19 +212,19 @@ def test_ranks_may_use_different_layers(world, wanted) -> None:
     def loss(model, rank, step):
         return loss_of(model, batch(rank, step), spare=(rank + step) % 2 == 0)
 
-    twins = Twins(world, sgd, groups=wanted)
-    twins.train(6, loss)
-    close(twins.model, twins.reference)
+    pair = ModelPair(world, sgd, groups=wanted)
+    pair.train(6, loss)
+    close(pair.model, pair.reference)
 
 
 @RANKS
 def test_ranks_may_have_different_buckets(world, monkeypatch) -> None:
-    twins = Twins(world, sgd)
+    pair = ModelPair(world, sgd)
     # The first bucket has one gradient, all gradients or some, depending on the rank.
     size = [0, 1 << 20, 200][world.rank]
     monkeypatch.setattr("ringjax.torch.reducer._FIRST_BUCKET", size)
-    twins.train(6)
-    close(twins.model, twins.reference)
+    pair.train(6)
+    close(pair.model, pair.reference)
 
 
 @RANKS
@@ -253,42 +251,42 @@ def test_ranks_may_have_their_parameters_in_other_orders(world) -> None:
 def test_frozen_parameters(world) -> None:
     model = Net()
     model.first.requires_grad_(False)
-    twins = Twins(world, sgd, model)
-    twins.train(2)
+    pair = ModelPair(world, sgd, model)
+    pair.train(2)
     assert model.first.weight.grad is None
-    for net in (twins.model, twins.reference):  # the optimizers exist already
+    for net in (pair.model, pair.reference):  # the optimizers exist already
         net.first.requires_grad_(True)
         net.middle.requires_grad_(False)
         net.middle.zero_grad()
     before = model.middle.weight.clone()
-    twins.train(3)
-    close(twins.model, twins.reference)
+    pair.train(3)
+    close(pair.model, pair.reference)
     assert torch.equal(model.middle.weight, before)
     assert model.middle.weight.grad is None
-    for net in (twins.model, twins.reference):
+    for net in (pair.model, pair.reference):
         net.middle.requires_grad_(True)
-    twins.train(3)
-    close(twins.model, twins.reference)
+    pair.train(3)
+    close(pair.model, pair.reference)
     assert not torch.equal(model.middle.weight, before)
 
 
 @RANKS
 def test_parameters_that_are_added_later(world) -> None:
-    twins = Twins(world, sgd)
-    twins.train(2)
+    pair = ModelPair(world, sgd)
+    pair.train(2)
     torch.manual_seed(5)
     extra = torch.nn.Linear(4, 2)
     extras = (extra, copy.deepcopy(extra))
-    twins.optimizer.add_param_group({"params": extras[0].parameters(), "lr": 0.02})
-    twins.plain.add_param_group({"params": extras[1].parameters(), "lr": 0.02})
+    pair.optimizer.add_param_group({"params": extras[0].parameters(), "lr": 0.02})
+    pair.plain.add_param_group({"params": extras[1].parameters(), "lr": 0.02})
 
     def loss(model, rank, step):
-        more = extras[0 if model is twins.model else 1]
+        more = extras[0 if model is pair.model else 1]
         x = batch(rank, step)
         return (model(x) + more(x)).square().mean()
 
-    twins.train(3, loss)
-    close(twins.model, twins.reference)
+    pair.train(3, loss)
+    close(pair.model, pair.reference)
     close(*extras)
     assert not torch.equal(extra.weight, torch.nn.Linear(4, 2).weight)
 
@@ -296,13 +294,11 @@ def test_parameters_that_are_added_later(world) -> None:
 @RANKS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(world, dtype) -> None:
-    twins = Twins(world, sgd, Net().to(dtype))
-    twins.train(
-        3, lambda model, rank, step: loss_of(model, batch(rank, step).to(dtype))
-    )
+    pair = ModelPair(world, sgd, Net().to(dtype))
+    pair.train(3, lambda model, rank, step: loss_of(model, batch(rank, step).to(dtype)))
     exact = dtype == torch.float64
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 0.1, "atol": 0.1}
-    close(twins.model, twins.reference, **tolerance)
+    close(pair.model, pair.reference, **tolerance)
 
 
 @RANKS
@@ -318,9 +314,9 @@ def test_gradients_that_are_not_contiguous(world) -> None:
         )
         return model(x.to(memory_format=torch.channels_last)).square().mean()
 
-    twins = Twins(world, sgd, model)
-    twins.train(3, loss)
-    close(twins.model, twins.reference)
+    pair = ModelPair(world, sgd, model)
+    pair.train(3, loss)
+    close(pair.model, pair.reference)
 
 
 @RANKS
@@ -337,10 +333,10 @@ def test_sparse_gradients(world, dense: bool, groups) -> None:
     def make(parameters):
         return torch.optim.SGD(parameters, lr=0.1)
 
-    twins = Twins(world, make, model, sparse_as_dense=dense, groups=groups)
-    twins.train(4, loss)
-    close(twins.model, twins.reference)
-    assert twins.model.weight.grad.is_sparse
+    pair = ModelPair(world, make, model, sparse_as_dense=dense, groups=groups)
+    pair.train(4, loss)
+    close(pair.model, pair.reference)
+    assert pair.model.weight.grad.is_sparse
 
 
 @RANKS
@@ -360,9 +356,9 @@ def test_sparse_gradients_missing_on_one_rank(world, dense: bool) -> None:
     def make(parameters):
         return torch.optim.SparseAdam(list(parameters), lr=0.1)
 
-    twins = Twins(world, make, model, sparse_as_dense=dense)
+    pair = ModelPair(world, make, model, sparse_as_dense=dense)
     if world.size == 1:
-        twins.train(1, loss)
+        pair.train(1, loss)
     else:
-        twins.train(4, loss)
-    close(twins.model, twins.reference)
+        pair.train(4, loss)
+    close(pair.model, pair.reference)
