@@ -272,7 +272,7 @@ def spread(times: Sequence[float]) -> float:
 
 
 def mark(row: dict[str, Any], before: Sequence[dict[str, Any]] = ()) -> str:
-    """Returns the signs of MARKS that apply to a row, given the rows above it."""
+    """Returns the symbols of MARKS that apply to a row, given the rows above it."""
     faster = any(row["median"] < _FASTER * other["median"] for other in before)
     return ("*" if row["spread"] > NOISY else "") + ("^" if faster else "")
 

@@ -63,12 +63,12 @@ class MembershipConfig:
         return self.on_loss == "stop"
 
     def group_of(self, worker: int) -> range:
-        """Returns the workers of a group, in order, including `worker`."""
+        """Returns all workers of the group that `worker` is in, by ascending id."""
         first = worker - worker % self.group
         return range(first, first + self.group)
 
     def complete_groups(self, workers: Iterable[int]) -> list[int]:
-        """Returns the workers whose groups are complete, in order.
+        """Returns the workers whose groups are complete, by ascending id.
 
         Example:
             >>> config = MembershipConfig(np=4, min_np=2, max_np=4, group=2)
@@ -81,7 +81,7 @@ class MembershipConfig:
 
 @dataclass(frozen=True, slots=True)
 class RejoinState:
-    """A worker's message to a restarted coordinator, about the time before the restart.
+    """The state that a worker reports when it reconnects to a restarted coordinator.
 
     Attributes:
         term: the term of that coordinator. Each restart of the coordinator increases

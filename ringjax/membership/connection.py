@@ -35,7 +35,7 @@ class ConnectionHandler(Protocol):
         """Returns the first message on a new connection."""
 
     def on_message(self, message: JsonObject) -> None:
-        """Handles a message of the coordinator."""
+        """Handles a message from the coordinator."""
 
     def on_disconnected(self) -> None:
         """Handles a lost connection. In an elastic job, the thread then reconnects."""

@@ -1,7 +1,7 @@
 """The commands that a worker receives from the coordinator, as dataclasses.
 
-client.py makes directives from the JSON messages of the coordinator. membership.py and
-epochs.py decide which messages the coordinator sends.
+client.py parses the JSON messages from the coordinator into directives. membership.py
+and epochs.py decide which messages the coordinator sends.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ Directive = (
 
 
 def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
-    """Parses a message of the coordinator. Returns None if it is no directive.
+    """Parses a message from the coordinator. Returns None if it is not a directive.
 
     Example:
         >>> parse({"type": "update", "number": 3, "joining": 1, "leaving": 0}, 5)

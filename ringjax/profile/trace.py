@@ -116,7 +116,7 @@ def _move_name(rank: RankExchange) -> str:
 def _counters(
     profile: MergedProfile, part: ProfilePart
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Returns the sending speed of the links over time, from their byte counters."""
+    """Returns the send throughput of the links over time, from their byte counters."""
     speeds: list[tuple[float, float]] = []
     for (before, low, _), (after, high, _) in pairwise(part.sent):
         # Skip the readings before and after a new epoch, where counters restart at 0.

@@ -229,9 +229,9 @@ class EngineJob:
         Args:
             worker: the id of the worker.
             why: the engine's explanation, such as a traceback.
-            certain: whether the process has ended. A process that is only unreachable
-                may still train, so new workers must not begin the job again after all
-                other workers have ended.
+            certain: True if the process has certainly ended. False if it is only
+                unreachable and may still train: then new workers cannot begin the job
+                again after all other workers have ended.
         """
         self._ended(worker, 255, why, certain)
 

@@ -20,7 +20,7 @@ RESULT, ERROR = b"R", b"E"
 def encode(
     fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Encodes a function for a rank, with the module path of this process."""
+    """Encodes a function for a rank, with sys.path and sys.prefix of this process."""
     import cloudpickle
 
     where = {"prefix": sys.prefix, "path": list(map(os.path.abspath, sys.path))}
@@ -29,7 +29,7 @@ def encode(
 
 
 def _search(where: Mapping[str, Any]) -> None:
-    """Uses the module path of the calling process, if that process has this Python."""
+    """Puts the caller's sys.path first, if the caller has the same sys.prefix."""
     if where["prefix"] == sys.prefix:
         known = filter(os.path.exists, where["path"])
         sys.path[:] = dict.fromkeys([*known, *sys.path])

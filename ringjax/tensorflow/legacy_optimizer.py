@@ -128,9 +128,10 @@ class _DistributedOptimizer(_WrappedOptimizer):
 
 
 class _DistributedAdasumOptimizer(_WrappedOptimizer):
-    """Applies gradients on each rank alone, and combines the ranks' steps by Adasum.
+    """Updates variables on each rank locally, and combines the changes by Adasum.
 
-    The ranks combine the sum of every `backward_passes_per_step` steps.
+    Each call updates this rank's variables. After every `backward_passes_per_step`
+    calls, the ranks combine the changes since they last did so.
 
     References:
         S. Maleki et al., Scaling Distributed Training with Adaptive Summation, 2020.

@@ -64,7 +64,8 @@ def preallocate() -> None:
 
 
 def _serialize_handle(handle: tf.Tensor) -> bytes:
-    # The kernel below stores the bytes in `_read`; the lock excludes other threads.
+    # The operation's kernel, _read_handle, appends the bytes to `_read`. The lock keeps
+    # other threads from using `_read` meanwhile.
     with _read_lock:
         tf_private.execute_eagerly("RingjaxReadHandle", [handle], call="")
         return _read.pop()

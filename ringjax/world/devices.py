@@ -51,8 +51,9 @@ def wheel_library() -> str | None:
 
 
 def open_library(setting: str) -> tuple[int, str]:
-    """Loads NCCL: the copy in this process, or from `setting`, the wheel or the system.
+    """Opens NCCL: the copy that this process has loaded, else a copy that it loads.
 
+    It loads the copy at `setting` or, if that is empty, in the wheel or of the system.
     Returns the version, 22809 for 2.28.9, and the path of the file. Raises RingjaxError
     if no library was found, or if its version is too old.
     """

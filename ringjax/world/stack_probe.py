@@ -223,7 +223,7 @@ class StackSampler:
     """Measures at which lines of code the main thread spends its time.
 
     Each sample stands for the time since the previous sample, because no thread can
-    take samples while the program holds the interpreter's lock. All times are halved
+    take samples while the program holds the GIL. All times are halved
     now and then, so that recent samples have more weight. Time in the garbage collector
     is counted separately.
     """

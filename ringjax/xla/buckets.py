@@ -38,7 +38,7 @@ def plan(
     bucket_bytes: int,
     order: Sequence[int] | None = None,
 ) -> Cuts:
-    """Assigns leaves to buckets that can be sent as soon as their leaves exist.
+    """Assigns leaves to buckets that can be sent as soon as their leaves are computed.
 
     Args:
         avals: the (shape, dtype) of each leaf.

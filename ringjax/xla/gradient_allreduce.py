@@ -65,10 +65,10 @@ def bucketed_allreduce(
         wire: the native core's code of the wire dtype; -1 without compression.
         timeout: seconds to wait for other ranks.
         cuts: the indices of the leaves of each bucket, in the order of readiness.
-        overlapped: if True, each bucket has one START as soon as its leaves exist, and
-            one DONE as late as possible, see `buckets.plan_calls`. If False, one call
-            works in place. Must be equal on all ranks; otherwise all ranks raise an
-            error that names their calls.
+        overlapped: if True, each bucket has one START as soon as its leaves are
+            computed, and one DONE as late as possible, see `buckets.plan_calls`. If
+            False, one call works in place. Must be equal on all ranks; otherwise all
+            ranks raise an error that names their calls.
         overlapped_on_device: the value of `overlapped` for CUDA devices; only the
             lowering knows which device is used. None means `overlapped`.
         memory: RINGJAX_OVERLAP_MEMORY, in bytes.

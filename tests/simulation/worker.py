@@ -107,7 +107,7 @@ class Worker:
     # --- directives ---
 
     def on_message(self, message: dict[str, Any]) -> None:
-        """Handles a message of the coordinator."""
+        """Handles a message from the coordinator."""
         client = self.client
         with client._changed:
             first = client._first

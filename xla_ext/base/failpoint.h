@@ -42,7 +42,8 @@ Status ArmFailpoint(std::string_view point, const std::string& action, double nu
 // For AtFailpoint only, which first checks without a lock whether the point is armed.
 Status HitFailpoint(Failpoint point);
 
-// Passes a failpoint: performs its actions if it is armed. Fails if an action fails.
+// Evaluates a failpoint: if a test has armed it, counts a passage and performs the
+// actions that are armed for that passage. Fails if an action fails.
 inline Status AtFailpoint(Failpoint point) {
   const uint32_t armed = armed_failpoints.load(std::memory_order_relaxed);
   if (armed >> static_cast<int>(point) & 1) [[unlikely]]
@@ -52,5 +53,5 @@ inline Status AtFailpoint(Failpoint point) {
 
 }  // namespace ringjax
 
-// Passes a failpoint. If that fails, the enclosing function returns the error.
+// Evaluates a failpoint. If that fails, the enclosing function returns the error.
 #define RJ_FAILPOINT(point) RJ_TRY(::ringjax::AtFailpoint(::ringjax::Failpoint::point))

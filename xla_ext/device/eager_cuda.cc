@@ -114,7 +114,7 @@ Result<int> EagerCuda::DeviceOf(const EagerRequest& request) const {
     }
   if (device >= 0) return device;
   if (const auto known = context()) return known->device();
-  // All tensors of this rank were empty so far, so any device will do.
+  // All tensors of this rank have been empty so far, so any device will do.
   if (driver.CtxGetDevice(&device) == cuda::kSuccess) return device;
   return std::max(options_.fallback_device, 0);
 }

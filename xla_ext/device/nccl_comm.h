@@ -15,10 +15,11 @@
 
 namespace ringjax {
 
-// Owned by a CudaCommunicator, which calls Connect first. Afterwards Group is for a
-// caller that holds turn_mutex_ of the CudaCommunicator, Finish for
-// CudaCommunicator::Close, and State and Abort for any thread. The context of the
-// device must be current.
+// Owned by a CudaCommunicator. The context of the device must be current. Callers:
+// - Connect: the CudaCommunicator, before any other method
+// - Group: a thread that holds turn_mutex_ of the CudaCommunicator
+// - Finish: CudaCommunicator::Close
+// - joined, State, Abort: any thread
 class NcclComm {
  public:
   NcclComm(const nccl::Nccl& nccl, std::shared_ptr<Communicator> control,

@@ -47,8 +47,9 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets rets,
 
 enum class Action { kRun, kStart, kDone };
 
-// Returns Part::body, or null if the communicator only has to run the call. The order
-// values of a program make the bodies of its calls run one after the other.
+// Returns Part::body; null if the communicator runs the call itself. Each call takes
+// the order value that the previous call of the program has returned, so the bodies run
+// one after the other.
 std::function<Status(uint64_t, const Call&)> BodyOf(Action action,
                                                     const Invocation& it) {
   const auto begin = [overlap = it.live.overlap, first = it.first, site = it.site] {

@@ -85,9 +85,9 @@ class SharedSegment : public Waitable {
   // Arm.
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
-  // Wakes this rank only when the counters of all ranks together have advanced to
-  // size() * `value`, or a peer closes. If a rank waits for all ranks, this takes one
-  // wake-up, and not one for each rank that arrives.
+  // Returns a Waitable that wakes this rank only when the sum of `counter` over all
+  // ranks has reached size() * `value`, or when a peer closes. So a rank that waits for
+  // all ranks is woken once, and not each time that a rank arrives.
   Waitable* AllAt(Counter counter, uint64_t value);
 
  protected:

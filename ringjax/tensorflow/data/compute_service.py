@@ -252,7 +252,7 @@ def _host() -> str:
 def _stop(server: Server) -> None:
     """Stops a server, or leaves it to the end of the process while trainers read.
 
-    TensorFlow's method `_stop` waits for every request, and holds Python's lock while
+    TensorFlow's method `_stop` waits for every request, and holds the GIL while
     it waits. With `round_robin`, a request never ends if another consumer of its round
     has ended. This function therefore waits for a limited time until no task is left.
     """

@@ -1,5 +1,6 @@
 // Overlap: runs allreduces of buckets on an engine thread while the program computes.
 //
+// A chain is the buckets of one gradient allreduce. Each bucket has two custom calls:
 // START copies the tensors into memory of the engine and returns. DONE waits for the
 // results and copies them out. The copies are necessary, because XLA skips DONE and
 // frees the program's buffers, while bytes are still moving, if another part of a

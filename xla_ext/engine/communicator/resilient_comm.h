@@ -46,8 +46,8 @@ struct CommitDecision {
 //
 // Python and every epoch share the ownership, but a ResilientComm does not keep its
 // epochs alive. The class derives from enable_shared_from_this so that C++ never holds
-// a reference that Python made. The release of such a reference takes the interpreter's
-// lock, which could deadlock with the locks that the thread holds.
+// a reference that Python made. The release of such a reference takes the GIL,
+// which could deadlock with the locks that the thread holds.
 class ResilientComm : public std::enable_shared_from_this<ResilientComm> {
  public:
   // A parked call waits `epoch_timeout` seconds for the next epoch; 0 means forever.

@@ -1,5 +1,5 @@
-// Implements Batches: puts each operation into the first open Call of its kind that has
-// room. See batches.h.
+// Implements Batches: puts each operation into the first Call of its kind that still
+// accepts tensors and has room. See batches.h.
 #include "engine/eager/batches.h"
 
 #include <algorithm>

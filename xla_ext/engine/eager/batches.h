@@ -19,12 +19,13 @@ class Batches {
   Batches(uint64_t threshold, std::vector<Decision>* decisions)
       : threshold_(threshold), decisions_(decisions) {}
 
-  // Adds the operation to an open Call that has room for it, or appends a new Call.
+  // Adds the operation to a Call that still accepts tensors and has room for it, or
+  // appends a new Call.
   void Add(Ready ready);
 
   void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
 
-  // Closes all open Calls, so that later operations start new Calls.
+  // Lets no Call accept further tensors, so that later operations start new Calls.
   void Close() { open_.clear(); }
 
  private:
@@ -37,7 +38,7 @@ class Batches {
   struct KindHash {
     size_t operator()(const Kind& kind) const;
   };
-  // An open Call: its index in `*decisions_` and its bytes so far.
+  // A Call that still accepts tensors: its index in `*decisions_` and its bytes so far.
   struct Bin {
     size_t decision;
     uint64_t bytes;

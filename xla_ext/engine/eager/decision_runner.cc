@@ -1,10 +1,11 @@
-// Implements DecisionRunner, which runs the calls of decisions. See decision_runner.h.
+// Implements DecisionRunner: carries out what the negotiation decides in a round, which
+// is one exchange of messages. See decision_runner.h.
 //
 // In an elastic job, an operation must end with the same outcome on all ranks that
-// remain after a failure. A call ensures this by its commit decision, but a round has
-// none. So an outcome that follows from a round alone (a barrier, a mismatch, a join)
-// is reported only after a barrier call, which has a commit decision (ConfirmRound). If
-// no epoch can follow, the barrier call is skipped (Rounds::final).
+// remain after a failure. The coordinator's commit decision ensures this for calls, but
+// not for rounds. So an outcome that follows from a round alone (a barrier, a mismatch,
+// a join) is reported only after a barrier call (ConfirmRound). If no epoch can follow,
+// the barrier call is skipped (Rounds::final).
 #include "engine/eager/decision_runner.h"
 
 #include <cstdlib>

@@ -14,10 +14,10 @@ namespace ringjax {
 namespace {
 
 // The low two bits of the first varint of an item give its kind: one cache index, a run
-// of successive cache indices, or another item.
+// of successive cache indices, or one of the kinds in Other.
 enum Head : unsigned { kOne = 0, kRun = 1, kOther = 2 };
 constexpr unsigned kHeadBits = 2;
-// In another item, the remaining bits of the first varint have one of these values.
+// In an item of kind kOther, the remaining bits of the first varint give the kind.
 enum Other : unsigned { kDescription = 0, kJoin = 1, kExpiry = 2 };
 
 enum Flag : uint8_t {

@@ -41,7 +41,8 @@ class EndedTasks {
   // Returns the stored pointers, except those whose memory a device may still use. The
   // caller must release their targets.
   std::vector<void*> Take();
-  // Returns whether Take may return a pointer. Takes no lock, so any() is cheap.
+  // Returns whether any pointer is stored, even one that Take does not return yet.
+  // Takes no lock, so any() is cheap.
   bool any() const { return has_ended_.load(std::memory_order_acquire); }
 
   // The caller of each of the following functions must hold mutex_.

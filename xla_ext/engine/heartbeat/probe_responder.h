@@ -5,7 +5,7 @@
 // has no `inquire`. Otherwise it rings `inquire`, which wakes a Python thread, and
 // waits up to half a second until that thread calls Answer with the position of the
 // program. After that time the rank replies that the interpreter is busy: some thread
-// holds the interpreter's lock, or no thread of the interpreter runs.
+// holds the GIL, or no thread of the interpreter runs.
 #pragma once
 
 #include <cstdint>
