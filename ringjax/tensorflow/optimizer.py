@@ -49,9 +49,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: Average, Sum, or Adasum (not for optimizers of Keras).
         average_aggregated_gradients: whether the sums of several steps are divided by
             `backward_passes_per_step`.
-        device_dense, device_sparse, compression, sparse_as_dense, num_groups, groups,
-            gradient_predivide_factor, process_set, scale_local_gradients: as for
-            `DistributedGradientTape`.
+        device_dense, device_sparse: arguments of Horovod without effect.
+        compression, sparse_as_dense: as for `DistributedGradientTape`.
+        num_groups, groups, process_set: as for `DistributedGradientTape`.
+        gradient_predivide_factor: as for `DistributedGradientTape`.
+        scale_local_gradients: as for `DistributedGradientTape`.
 
     Raises:
         ValueError: an argument is wrong, or `optimizer` is no optimizer; the text is

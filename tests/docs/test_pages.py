@@ -40,6 +40,16 @@ BEFORE = {
         job = threading.Thread(target=main, args=(1, "compute", "compute.json", 30))
         job.start()
     """,
+    ("docs/operate/sharp-bits-training.md", 0): """
+        import jax.numpy as jnp
+        import optax
+        import ringjax
+
+        ringjax.init()
+        sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
+        tx = optax.chain(ringjax.allreduce_grads(), sgd)
+        state = ringjax.elastic.State(opt_state=tx.init(jnp.zeros(4)))
+    """,
     ("docs/operate/sharp-bits.md", 0): """
         import jax.numpy as jnp
         import ringjax
@@ -86,6 +96,11 @@ AFTER = {
     ): "assert np.allclose(mean['w'], (1 + ringjax.size()) / 2)",
     ("docs/train/metrics.md", 0): "assert found == {'mean': 3.0}",
     ("docs/operate/elastic.md", 0): "assert state.step == 12",
+    ("docs/operate/sharp-bits-training.md", 0): """
+        state.on_reset()
+        rate = state.opt_state[1].hyperparams["learning_rate"]
+        assert np.isclose(rate, 0.025 * ringjax.size())
+    """,
     ("docs/operate/profiling.md", 0): """
         import os
 
