@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,10 +27,15 @@ SIZE = 3 * RING  # bytes of shared memory that the core would request
 
 
 class Ranks:
-    """Ranks that are threads; rank r belongs to the host with number hosts[r]."""
+    """Ranks that are threads; rank r belongs to the host with number hosts[r].
 
-    def __init__(self, hosts: Sequence[int], **settings: Any) -> None:
-        self.size, self.hosts = len(hosts), hosts
+    The rank `without_tls`, if it is given, has RINGJAX_TLS=off.
+    """
+
+    def __init__(
+        self, hosts: Sequence[int], without_tls: int = -1, **settings: Any
+    ) -> None:
+        self.size, self.hosts, self._without_tls = len(hosts), hosts, without_tls
         self.config = Config(**{"ring_bytes": RING, "start_timeout": 5.0} | settings)
         self.log: list[str] = []
         self.coordinator = Coordinator(
@@ -43,6 +49,9 @@ class Ranks:
         self.factories = [future.result() for future in futures]
 
     def _factory(self, rank: int) -> MeshFactory:
+        config = self.config
+        if rank == self._without_tls:
+            config = replace(config, tls="off")
         listener = LinkListener(
             SECRET,
             JOB,
@@ -51,7 +60,7 @@ class Ranks:
             hosts=["127.0.0.1"],
             log=self.log.append,
             failed=self.log.append,
-            tls=self.config.tls,
+            tls=config.tls,
         )
         self.listeners.append(listener)
         hello = {
@@ -72,7 +81,7 @@ class Ranks:
             epoch=client.epoch,
             job=JOB,
             secret=SECRET,
-            config=self.config,
+            config=config,
             listener=listener,
             loss_monitor=client,
             shm_bytes=lambda ring: 3 * ring,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 from support.fault_proxy import Fault, FaultProxy
@@ -80,12 +79,7 @@ def test_links_are_plain_by_default(world: Callable[..., Ranks], tls: str) -> No
 def test_a_rank_without_tls_is_refused_with_a_reason(
     world: Callable[..., Ranks], without: int
 ) -> None:
-    ranks = world((0, 1), tls="required", start_timeout=1.0)
-    factory = ranks.factories[without]
-    ranks.factories[without] = replace(
-        factory, config=replace(factory.config, tls="off")
-    )
-    factory.listener._tls = TlsOffer.NONE
+    ranks = world((0, 1), tls="required", without_tls=without, start_timeout=1.0)
     futures = ranks.start(0, [0, 1], [0, 1], True)
     texts = []
     for future in futures:
