@@ -135,9 +135,11 @@ class _MeshBuilder:
         control: bool,
     ) -> None:
         self.factory, self.comm, self.ranks, self.what = factory, comm, ranks, what
-        hosts = [factory.hosts[rank] for rank in ranks]
-        neighbours = standing.neighbours(list(ranks).index(factory.rank), hosts)
-        self.watched = {ranks[i] for i in neighbours} if control else set()
+        self.watched: set[int] = set()
+        if control:
+            hosts = [factory.hosts[rank] for rank in ranks]
+            neighbours = standing.neighbours(list(ranks).index(factory.rank), hosts)
+            self.watched = {ranks[i] for i in neighbours}
         self.deadline = time.monotonic() + factory.config.start_timeout
         self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
         open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
