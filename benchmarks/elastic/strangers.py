@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             while not lines.exists() or len(lines.read_text().splitlines()) < 20:
                 if job.poll() is not None:
                     raise RuntimeError(job.logs())
-                time.sleep(0.1)
+                time.sleep(0.1)  # no event reports that the ranks have written lines
             for _ in range(options.turns):
                 rates["peace"].append(rate(lines, options.seconds))
                 siege = besiege(
                     job.id, name_of(job.rank_pid(0)), options.seconds + 1, options.rate
                 )
-                time.sleep(0.5)
+                time.sleep(0.5)  # the program that connects starts meanwhile
                 rates["siege"].append(rate(lines, options.seconds))
                 visits += int(siege.communicate()[0])
                 if job.poll() is not None:

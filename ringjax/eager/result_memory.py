@@ -21,8 +21,9 @@ LEAST = 1 << 20  # bytes of a result; malloc itself keeps smaller blocks
 _MOST_FREE = 256 << 20  # bytes of all free blocks
 
 _free: list[mmap.mmap] = []  # the latest last
-# Nobody waits for this lock: a result in new memory is right as well. Waiting would be
-# a deadlock in a finalizer, which may interrupt the holder, and in a forked child.
+# No thread waits for this lock, because new memory always serves. Waiting could cause a
+# deadlock in a finalizer, which may interrupt the thread that holds the lock, and in a
+# forked child, where that thread does not exist.
 _lock = threading.Lock()
 
 

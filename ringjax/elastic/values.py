@@ -115,7 +115,7 @@ def kept(value: Any, *, copied: bool) -> Any:
         if part is not None and part.is_array(leaf):
             return part.copy_of(leaf) if copied and not part.is_deleted(leaf) else leaf
         in_place = isinstance(leaf, set | bytearray) or hasattr(leaf, "__dlpack__")
-        # As in Horovod, copy objects of other types only inside of containers.
+        # Horovod copies an object of another type only if a container holds the object.
         if (leaf is value and not in_place) or is_named_callable(leaf):
             return leaf
         try:

@@ -32,7 +32,7 @@ from ringjax.profile.parts import ProfilePart, describe_missing
 
 @dataclass(frozen=True, slots=True)
 class RankBreakdown:
-    """Where the time of one rank went, in seconds.
+    """The seconds that one rank has computed, moved data and waited.
 
     Attributes:
         steps: the number of steps. If it is 0, the whole profile counts as one step.

@@ -225,6 +225,7 @@ class CompletionThreads:
             with self._changed:
                 while len(self._pending) < 2:
                     self._changed.wait()
+            # No event reports the end of an operation that is not the oldest.
             time.sleep(_POLL_INTERVAL)
             with self._changed:
                 # `_wait_for_oldest` waits for the first operation, so leave it out

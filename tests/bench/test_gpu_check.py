@@ -335,7 +335,7 @@ def test_a_missing_device_fails_the_check(
 ) -> None:
     """Plain pytest only skips these tests."""
     if check.driver.count_devices()[0]:
-        pytest.skip("there is a CUDA device")
+        pytest.skip("this machine has a CUDA device, so none is missing")
     monkeypatch.setattr(check.driver, "count_devices", lambda: (1, ""))
     (chosen,) = (one for one in check.SECTIONS if one.name == "one rank")
     outcome = check.run(check.parse(["--work", str(tmp_path)]), [chosen])[0]

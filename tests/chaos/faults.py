@@ -224,9 +224,8 @@ class ChaosJob:
                     os.kill(pid, signal.SIGSTOP)
                     time.sleep(FAILURE_TIMEOUT + 1.5)
                     os.kill(pid, signal.SIGCONT)
-                case (
-                    "slow"
-                ):  # for about a second, the worker runs 5 to 50 % of the time
+                case "slow":
+                    # For about a second, the worker runs 5 to 50 % of the time.
                     for _ in range(10):
                         os.kill(pid, signal.SIGSTOP)
                         time.sleep(rng.uniform(0.05, 0.095))

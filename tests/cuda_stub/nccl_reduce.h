@@ -1,8 +1,9 @@
 // The arithmetic of the NCCL stub. It reduces in the order of the ranks and rounds each
 // step to the type. A ring of NCCL also rounds each step, but has another order.
 //
-// As in NCCL, AVG of floats multiplies every input by 1/n first, AVG of integers
-// divides the sum and rounds toward zero, and MIN and MAX of floats ignore a NaN.
+// The stub rounds where NCCL does: AVG multiplies each float input by 1/n before the
+// sum, but divides the sum of integers and rounds it toward zero. MIN and MAX of floats
+// ignore a NaN.
 #pragma once
 
 #include <cmath>

@@ -144,7 +144,7 @@ TEST(eager_all_operations) {
         CHECK(std::memcmp(all.memory.get(), expected.data(), expected.size() * 4) == 0);
         CHECK_EQ(reinterpret_cast<uintptr_t>(all.memory.get()) % 64, 0u);
 
-        // Of 2 P + 1 rows, rank 0 receives one more than the others.
+        // P ranks share 2 P + 1 rows, so rank 0 receives one row more than the others.
         Floats parts(2 * size + 1), mine(rank == 0 ? 3 : 2);
         std::iota(parts.begin(), parts.end(), 0.0f);
         EagerRequest scatter = Place("s", &parts, &mine);

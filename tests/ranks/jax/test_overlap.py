@@ -95,7 +95,7 @@ def test_overlap_computes_the_same_results(
 
 
 def test_memory_is_bounded_and_does_not_grow(start_job: StartJob) -> None:
-    """Of 160 MiB of gradients, only 16 MiB may be in flight."""
+    """At most 16 MiB of the 160 MiB of gradients may be in flight."""
     script = """
     MIB = 1 << 20
     change = [ringjax.allreduce_grads(overlap=o) for o in (False, True)]

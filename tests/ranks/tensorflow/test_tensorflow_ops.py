@@ -262,7 +262,7 @@ def test_gradients(world, run: Run) -> None:
     near = np.testing.assert_allclose
     near(gradient(hvd.allreduce), sums / size, rtol=1e-6)
     near(gradient(lambda x: hvd.grouped_allreduce([x, x])[1]), sums / size, rtol=1e-6)
-    # As in Horovod, the gradient of allgather is this rank's rows of the average.
+    # Horovod defines the gradient of allgather as this rank's rows of the average.
     first = sum(r + 1 for r in range(rank))  # rank r sends r + 1 rows
     mean = ranks.mean() * (np.arange(sum(range(size + 1))) + 1)
     expected = np.zeros(2 * size)

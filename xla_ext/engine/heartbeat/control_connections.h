@@ -48,8 +48,8 @@ struct PeerState {
   uint64_t entered[2] = {};  // see ControlMessage::entered
   bool open = true;          // false after Close
   bool left = false;         // whether the peer has shut down cleanly
-  std::map<int, uint64_t>
-      finished;  // calls finished before it left, by communicator id
+  // If `left`: the calls that the peer had finished, by communicator id.
+  std::map<int, uint64_t> finished;
 };
 
 // Owns the sockets and an epoll descriptor for them, and writes messages without

@@ -48,8 +48,8 @@ class ProbeResponder {
 
   // Handles a message of type kProbe.
   void HandleProbe(int from, const std::string& text);
-  double NextReplyTime()
-      const;  // when the next reply is due; infinity if there is none
+  // Returns when the next reply is due, or infinity if there is none.
+  double NextReplyTime() const;
   void SendDueReplies();
 
  private:
