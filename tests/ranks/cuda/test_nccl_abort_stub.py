@@ -44,7 +44,13 @@ def test_all_ranks_stop_before_one_aborts(
         """
         device = calls.Device()
         device.start(small, site=1)
-        if rank == 0:
+        started = os.environ["NCCL_STUB_LOG"] + ".started"
+        if rank == 1:
+            open(started, "x").close()
+        else:
+            # The failure of rank 0 must not reach rank 1 within its first START.
+            while not os.path.exists(started):
+                time.sleep(0.01)
             began = time.monotonic()
             try:
                 device.start(small, site=1)  # fails: the last START was not collected
