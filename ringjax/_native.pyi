@@ -19,6 +19,12 @@ class StatusError(RuntimeError):
     rank: int
     """The world rank that caused the failure, or -1."""
 
+# TCP links; or else the rank to blame, and the reason, a predicate.
+Connected = tuple[list[tuple[int, list[int], list[bytes]]], int, str]
+# Makes TCP links to the given ranks of a communicator. Stops if the second
+# argument, a function, returns True.
+Connect = Callable[[list[int], Callable[[], bool]], Connected]
+
 class Communicator:
     def __init__(
         self,
@@ -30,21 +36,22 @@ class Communicator:
         rank: int,
         hosts: Sequence[int],
         members: Sequence[int],
-        links: Sequence[tuple[Any, ...]],
-        doorbell: int,
+        links: Sequence[tuple[int, list[int], list[bytes]]],
+        memory: tuple[int, int, int, list[int]] | None = None,
+        doorbell: str = "",
         options: Mapping[str, float | str | Mapping[str, float] | Recorder],
-        segment: tuple[int, int, list[int]] | None = None,
+        connect: Connect | None = None,
         resilient: ResilientComm | None = None,
         ending: Communicator | None = None,
     ) -> None:
-        """Takes ownership of the descriptors in `links`, `segment` and `doorbell`.
+        """Takes ownership of the descriptors in `links` and `memory`.
 
         The constructor takes ownership even if it raises an error, unless the error is
-        a TypeError. A link is ("shm", peer, memfd, side, ring_bytes, peer_doorbell,
-        process) or ("tcp", peer, [socket, ...]), optionally followed by keys. A shared
-        segment is (memfd, tile_bytes, bells). Compiled programs find the communicator
-        by its id, with `resilient` only after ResilientComm.install. If `ending` is
-        given, each call ends with a barrier of its ranks.
+        a TypeError. ringjax.links.descriptors.LinkDescriptors describes `links`,
+        `memory`, and the name `doorbell`. `connect` makes the links to ranks that a
+        call needs and that have none. Compiled programs find the communicator by its
+        id, with `resilient` only after ResilientComm.install. If `ending` is given,
+        each call ends with a barrier of its ranks.
         """
     @property
     def id(self) -> int: ...
@@ -544,8 +551,9 @@ def difference(
 ) -> str:
     """Returns a text about tensors that differ, or ""; see engine/call/alike.h."""
 
-def shm_bytes(ring_bytes: int) -> int: ...
-def segment_bytes(size: int, tile_bytes: int) -> int: ...
+def host_bytes(ranks: int, ring_bytes: int, tile_bytes: int) -> tuple[int, int]:
+    """Returns the bytes of a host's memory to allocate at once, and all its bytes."""
+
 def set_failure_hook(f: Callable[[], None] | None) -> None: ...
 def failpoints() -> list[str]: ...
 def arm_failpoint(point: str, action: str, number: float, passage: int) -> None: ...

@@ -45,8 +45,8 @@ POINTS = {
     "coordinator.formed": "an epoch has begun; no worker was told",
     "coordinator.told": "the members of an epoch were told; ringrun was not",
     "memory.make": "shared memory is about to be created",
-    "mesh.called": "connections to all lower ranks were requested",
-    "mesh.shared": "shared memory exists; the communicator does not",
+    "links.called": "connections to all lower ranks were requested",
+    "links.shared": "shared memory exists; the communicator does not",
 }
 NATIVE = (
     *("call.agreed", "call.moving", "call.complete", "call.closed"),

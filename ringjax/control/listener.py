@@ -3,8 +3,8 @@
 Ranks of this host connect to a unix socket in the abstract namespace, because such a
 socket has no file and disappears with the process. Ranks of other hosts connect over
 TCP. A thread accepts and authenticates connections (handshake.py), and keeps each
-connection until links/mesh.py calls `accept`, because another rank may connect before
-this rank begins to build the communicator.
+connection until links/factory.py calls `accept`, because another rank may connect
+before this rank begins to build the communicator.
 """
 
 from __future__ import annotations

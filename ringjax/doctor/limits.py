@@ -223,7 +223,7 @@ def dev_shm(host: HostContext) -> Iterator[Finding]:
 def memfd(host: HostContext) -> Iterator[Finding]:
     """Checks that the ranks of a host can share memory, and need not use TCP."""
     try:
-        os.close(shared_memory.create(_PAIR))
+        os.close(shared_memory.create(_PAIR, _PAIR))
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         small = 0 <= limit < _PAIR

@@ -28,6 +28,9 @@ from ringjax.links.cost_cache import LIMITS, NAMES, Cost, Network
 # long chains of messages, some a short chain of many messages, and one crosses hosts
 # rarely.
 _ALGORITHMS = ("tree", "ring", "direct", "hierarchical")
+# With more ranks, algorithms whose time grows with the logarithm of the ranks.
+_FEW = 32
+_ALGORITHMS_OF_MANY = ("tree", "halving", "hierarchical")
 _SHORT = 8  # elements of a message that is so short that its time is only latency
 _CALLS = 3  # calls that are timed together
 _MAX_ROUNDS = 4
@@ -169,10 +172,11 @@ def _coefficients(hosts: Sequence[int]) -> dict[str, dict[str, float]]:
     rounds = (len(hosts) - 1).bit_length() * (_CALLS + 1) / _CALLS
     barrier = {f"{where}_latency": rounds, f"{where}_message": rounds}
     found = {_BARRIER: barrier}
+    measured = _ALGORITHMS if len(hosts) <= _FEW else _ALGORITHMS_OF_MANY
     for name in NAMES:
         alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
         for algorithm, value in _native.predict("allreduce", 0, list(hosts), alone):
-            if algorithm in _ALGORITHMS:
+            if algorithm in measured:
                 row = found.setdefault(algorithm, {})
                 row[name] = round(value, 6) + barrier.get(name, 0.0)
     return found
@@ -212,18 +216,19 @@ def _time_short_calls(probe: _CalibrationProbe) -> dict[str, float]:
 
 
 def _time_byte(probe: _CalibrationProbe, name: str) -> float:
-    """Measures the seconds per byte of a ring allreduce, with one link of each host."""
+    """Measures the seconds per byte of an allreduce, with one link of each host."""
     hosts = list(probe.communicator.hosts)
+    chosen = "ring" if len(hosts) <= _FEW else "halving"
     alone = dict.fromkeys(NAMES, _TINY) | {name: 1.0}
     [crossing] = (
-        n for a, n in _native.predict("allreduce", 1 << 20, hosts, alone) if a == "ring"
+        n for a, n in _native.predict("allreduce", 1 << 20, hosts, alone) if a == chosen
     )
 
     def seconds(size: int) -> float:
         values = array.array("f", bytes(size))
         # Use the faster of two calls. The first is slower, because its memory is not in
         # the caches, and its connections have been idle.
-        return min(probe.time_call("ring", values, 1) for _ in range(2))
+        return min(probe.time_call(chosen, values, 1) for _ in range(2))
 
     times = _LONG_BUDGET / max(seconds(_MIN_LONG), 1e-6)
     wanted = int(min(max(_MIN_LONG * times, _MIN_LONG), _MAX_LONG)) // 16 * 16

@@ -2,7 +2,7 @@
 
 The memory is a memfd, which has no name and exists as long as a process has it open. So
 no file is left behind after a crash, and the size of /dev/shm does not matter. The
-native core places its ring buffers in the memfd.
+native core places its shared segment and its rings in the memfd (host_memory.h).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MESSAGE = struct.Struct("!Q")  # the size of the memory in bytes; 0 without memory
 
 
-def create(size: int, free: int | None = None) -> int:
-    """Creates a memfd of fixed size, whose pages are allocated already.
+def create(size: int, allocated: int) -> int:
+    """Creates a memfd of fixed size, of which the first bytes are allocated already.
 
-    `free` is the available memory in bytes; pass None to measure it. Raises OSError if
-    `size` exceeds half of `free`, or if the kernel does not support memfd.
+    Raises OSError if `allocated` exceeds half of the available memory, or if the kernel
+    does not support memfd.
     """
     failpoints.passing("memory.make")
     # Check the size first: if the host has too little memory, allocating a memfd does
     # not fail, but the kernel kills processes.
-    if size > (available() if free is None else free) // 2:
+    if allocated > available() // 2:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     fd = os.memfd_create("ringjax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
         # Allocate the pages now, because a lack of memory later would cause SIGBUS.
-        os.posix_fallocate(fd, 0, size)
+        os.posix_fallocate(fd, 0, allocated)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)

@@ -196,7 +196,7 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
     digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
     number, name = PRIVATE | digest, f"ranks {list(chosen)}"
     try:
-        epoch.link(number, chosen, name, world.mesh_factory_of(epoch))
+        epoch.link(number, chosen, name, world.link_factory_of(epoch))
         with world.changed:
             world.check_epoch(epoch)
             # The heartbeat must not watch this communicator: an exception within the

@@ -10,7 +10,7 @@ plus a bit or an offset for its purpose:
     REPLICA_SET | EAGER_LANE                 CALL_END, see below
     PRIVATE | hash                           see runtime.private_communicator
     process set | EAGER_LANE                 eager lane of a process set
-    set | DEVICE_CONTROL | index * _DEVICE   control mesh for one device of each rank
+    set | DEVICE_CONTROL | index * _DEVICE   control of one device of each rank
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7
 
 
 def control_id(set_id: int, device_index: int) -> int:
-    """Returns the id of the control mesh of the devices with this index on all ranks.
+    """Returns the control communicator of the devices with this index on all ranks.
 
     Example:
         >>> number = control_id(3, device_index=2)
@@ -40,7 +40,7 @@ def control_id(set_id: int, device_index: int) -> int:
 
 
 def device_index_of(number: int) -> int:
-    """Returns the device index of a control mesh, or 0 for another communicator."""
+    """Returns the device index of a control communicator, or 0 for any other."""
     return number // _DEVICE % _MAX_DEVICES if number & DEVICE_CONTROL else 0
 
 

@@ -3,8 +3,8 @@
 NCCL is loaded at run time. If JAX has loaded a copy, ringjax uses that copy, so that
 JAX and ringjax launch their kernels in one order. Besides its host communicator, each
 process set has a device communicator for each device of a rank, and for each of these a
-small control mesh, over which the native core compares calls. This module imports no
-framework: `xla/jax_private.py` finds the devices on which this rank computes.
+small control communicator, over which the native core compares calls. This module
+imports no framework: `xla/jax_private.py` finds the devices that this rank uses.
 """
 
 from __future__ import annotations
@@ -173,10 +173,10 @@ class ControlPlane(Protocol):
     def connect_control(
         self, number: int, ranks: Sequence[int], name: str
     ) -> _native.Communicator:
-        """Connects a control mesh of `ranks`, which the heartbeat watches."""
+        """Connects a control communicator of `ranks`, which the heartbeat watches."""
 
     def disconnect(self, number: int) -> None:
-        """Closes a control mesh; does nothing if the mesh does not exist."""
+        """Closes a control communicator, if it exists."""
 
     def departed_ranks(self) -> dict[int, str]:
         """Returns the ranks that are known to be gone, each with the cause."""
@@ -406,7 +406,7 @@ class Devices:
         return [one for each in list(self.communicators.values()) for one in each]
 
     def close(self) -> None:
-        """Closes all device communicators, newest first, but not the control meshes."""
+        """Closes all device communicators, newest first, but not the control ones."""
         for number in sorted(self.communicators, reverse=True):
             for communicator in self.communicators[number]:
                 try:

@@ -1,6 +1,6 @@
 """Epoch: the links, the heartbeat and the communicators of one set of members.
 
-An epoch is built with a `MeshFactory`, which connects its members, and ends as a whole.
+An epoch is built with a `LinkFactory`, which connects its members, and ends as a whole.
 epoch_sequence.py decides when an epoch begins and which epoch follows.
 """
 
@@ -9,19 +9,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.member import Member
+from ringjax.errors import PeerLost, Unreachable
 from ringjax.links.descriptors import LinkDescriptors
-from ringjax.links.mesh import MeshFactory
+from ringjax.links.factory import LinkFactory
 from ringjax.world.communicator_ids import EAGER_LANE, device_index_of, process_set_of
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
 _CONTROL_RING_BYTES = 1 << 14  # the minimum of RINGJAX_RING_BYTES
+
+
+@dataclass(frozen=True)
+class _UntilStopped:
+    """Makes `LinkFactory.connect` fail when the communicator is aborted."""
+
+    stopped: Callable[[], bool]
+
+    def departed_ranks(self) -> dict[int, str]:
+        if self.stopped():
+            raise PeerLost("the communicator was aborted")
+        return {}
 
 
 @dataclass(eq=False)
@@ -35,7 +48,7 @@ class Epoch:
 
     config: Config
     rank_info: RankInfo
-    mesh_factory: MeshFactory | None = None  # None if this rank is the only one
+    link_factory: LinkFactory | None = None  # None if this rank is the only one
     notify: int = -1
     stack_probe: StackProbe | None = None
     cost: dict[str, float] = field(default_factory=dict)
@@ -47,47 +60,70 @@ class Epoch:
     heartbeat: _native.Heartbeat | None = None  # None without peers, and after `close`
     # Sockets that the core owns, as (descriptor, inode).
     _sockets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    # The links of communicators that are connected but not opened yet.
-    _meshes: dict[int, LinkDescriptors] = field(default_factory=dict)
+    # The links of communicators that are connected but not opened yet, and the factory.
+    _links: dict[int, tuple[LinkDescriptors, LinkFactory | None]] = field(
+        default_factory=dict
+    )
 
     @property
     def number(self) -> int:
         """The number of the epoch, from 0."""
-        return 0 if self.mesh_factory is None else self.mesh_factory.epoch
+        return 0 if self.link_factory is None else self.link_factory.epoch
 
     def link(
         self,
         number: int,
         ranks: Sequence[int],
         name: str,
-        mesh_factory: MeshFactory | None = None,
+        link_factory: LinkFactory | None = None,
     ) -> None:
         """Connects the ranks of communicator `number`. All of `ranks` must call it.
 
         Raises:
             StartupError, PeerLost: some ranks could not be reached.
         """
-        mesh_factory = mesh_factory or self.mesh_factory
-        if mesh_factory is None:
-            mesh = LinkDescriptors(
-                doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            )
-        else:
-            mesh = mesh_factory.build(number, ranks, name, control=number == 0)
-        self._meshes[number] = mesh
-        self._sockets[number] = mesh.sockets()
-        if mesh.control:
+        link_factory = link_factory or self.link_factory
+        links = LinkDescriptors()
+        if link_factory is not None:
+            links = link_factory.build(number, ranks, name, control=number == 0)
+        self._links[number] = links, link_factory
+        self._sockets[number] = links.sockets()
+        if links.control:
             # Start the heartbeat before the other communicators are connected.
             # Otherwise peers, which would receive no heartbeat meanwhile, would declare
             # this rank lost.
-            control, mesh.control = mesh.control, []
-            self.heartbeat = self._make_heartbeat(control, mesh.control_keys)
+            control, links.control = links.control, []
+            self.heartbeat = self._make_heartbeat(control, links.control_keys)
+
+    def _connector(
+        self, factory: LinkFactory, number: int, ranks: Sequence[int], name: str
+    ) -> _native.Connect:
+        """Returns the function that connects communicator `number` to further ranks."""
+
+        def connect(peers: list[int], stopped: Callable[[], bool]) -> _native.Connected:
+            watch = _UntilStopped(stopped)
+            try:
+                links = dataclasses.replace(factory, loss_monitor=watch).connect(
+                    number, ranks, name, [ranks[peer] for peer in peers]
+                )
+            except (PeerLost, Unreachable) as error:
+                lost = [*getattr(error, "ranks", []), getattr(error, "rank", -1)]
+                culprit = next((ranks.index(r) for r in lost if r in ranks), peers[0])
+                return (
+                    [],
+                    culprit,
+                    f"has no link to rank {self.rank_info.rank}: {error}",
+                )
+            self._sockets.setdefault(number, []).extend(links.sockets())
+            return links.links, -1, ""
+
+        return connect
 
     def _make_heartbeat(
         self, control: Sequence[tuple[int, int]], keys: list[bytes]
     ) -> _native.Heartbeat:
-        assert self.mesh_factory is not None
-        names = (member.hello.get("hostname") for member in self.mesh_factory.members)
+        assert self.link_factory is not None
+        names = (member.hello.get("hostname") for member in self.link_factory.members)
         probe = self.stack_probe
         heartbeat = _native.Heartbeat(
             self.rank_info.rank,
@@ -128,8 +164,12 @@ class Epoch:
             ending: the communicator CALL_END, for the communicator of a replica set.
             served: whether the communicator serves calls of the program.
         """
-        config, mesh = config or self.config, self._meshes.pop(number)
-        job = int(self.mesh_factory.job, 16) if self.mesh_factory is not None else 0
+        config = config or self.config
+        links, factory = self._links.pop(number)
+        connect = None
+        if factory is not None:
+            connect = self._connector(factory, number, ranks, name)
+        job = int(self.link_factory.job, 16) if self.link_factory is not None else 0
         communicator = _native.Communicator(
             id=number,
             name=name,
@@ -138,9 +178,10 @@ class Epoch:
             rank=list(ranks).index(self.rank_info.rank),
             hosts=[self.rank_info.hosts[rank] for rank in ranks],
             members=list(ranks),
-            links=mesh.links,
-            doorbell=mesh.doorbell,
-            segment=mesh.segment,
+            links=links.links,
+            memory=links.memory,
+            doorbell=links.name,
+            connect=connect,
             options={
                 "ring_bytes": config.ring_bytes,
                 "spin_us": config.spin_us,
@@ -175,27 +216,27 @@ class Epoch:
         number: int,
         ranks: Sequence[int],
         name: str,
-        mesh_factory: MeshFactory | None = None,
+        link_factory: LinkFactory | None = None,
     ) -> Config:
         """Connects ranks like `link`, with small buffers. Returns `open`'s settings."""
-        mesh_factory = mesh_factory or self.mesh_factory
-        if mesh_factory is None:
+        link_factory = link_factory or self.link_factory
+        if link_factory is None:
             self.link(number, ranks, name)
             return self.config
         small = dataclasses.replace(
-            mesh_factory.config,
+            link_factory.config,
             ring_bytes=_CONTROL_RING_BYTES,
             tile_bytes=0,
             tcp_streams=1,
             algorithm="",
         )
-        self.link(number, ranks, name, dataclasses.replace(mesh_factory, config=small))
+        self.link(number, ranks, name, dataclasses.replace(link_factory, config=small))
         return small
 
     def disconnect(self, number: int) -> None:
         """Closes a communicator, or its links if the communicator was never opened."""
-        if (mesh := self._meshes.pop(number, None)) is not None:
-            mesh.close()
+        if number in self._links:
+            self._links.pop(number)[0].close()
         communicator = self.communicators.pop(number, None)
         if communicator is not None:
             if self.heartbeat is not None:
@@ -213,7 +254,7 @@ class Epoch:
     @property
     def members(self) -> Sequence[Member]:
         """The members of the epoch, by rank; empty in a job of one process."""
-        return [] if self.mesh_factory is None else self.mesh_factory.members
+        return [] if self.link_factory is None else self.link_factory.members
 
     def hostname_of(self, rank: int) -> str:
         """Returns the host name that a rank has sent; "" if the rank sent none."""
@@ -253,12 +294,12 @@ class Epoch:
             heartbeat.close()
             if self.stack_probe is not None:
                 self.stack_probe.unregister(heartbeat)
-        for mesh in list(self._meshes.values()):
-            mesh.close()
+        for links, _ in list(self._links.values()):
+            links.close()
         # The core closes its descriptors when the last reference to an object is gone.
         self.communicators.clear()
         self.served.clear()
-        self._meshes.clear()
+        self._links.clear()
         self._sockets.clear()
 
     def close_in_child(self) -> None:

@@ -12,7 +12,7 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.listener import LinkListener
 from ringjax.links import calibration
-from ringjax.links.mesh import LossMonitor, MeshFactory
+from ringjax.links.factory import LinkFactory, LossMonitor
 from ringjax.membership.directives import EpochDirective
 from ringjax.membership.joined_job import JoinedJob
 from ringjax.world.communicator_ids import CALL_END, REPLICA_SET
@@ -49,10 +49,10 @@ class EpochBuilder:
         overrides = None if config.elastic else config
         hosts = host_keys(members.members)
         rank_info = RankInfo.from_hosts(members.rank, hosts, overrides)
-        mesh_factory = None
+        link_factory = None
         if self.joined_job is not None and self.listener is not None:
             assert watch is not None
-            mesh_factory = MeshFactory(
+            link_factory = LinkFactory(
                 rank=members.rank,
                 members=members.members,
                 hosts=rank_info.hosts,
@@ -62,14 +62,13 @@ class EpochBuilder:
                 config=self._with_short_timeout(members.kind),
                 listener=self.listener,
                 loss_monitor=watch,
-                shm_bytes=_native.shm_bytes,
-                segment_bytes=_native.segment_bytes,
+                host_bytes=_native.host_bytes,
                 log=self.log,
             )
         return Epoch(
             config=config,
             rank_info=rank_info,
-            mesh_factory=mesh_factory,
+            link_factory=link_factory,
             notify=self.notify,
             stack_probe=self.stack_probe,
             cost={} if before is None else before.cost,
@@ -86,7 +85,7 @@ class EpochBuilder:
         """Connects the `wanted` communicators, on which the program makes no calls yet.
 
         A communicator whose id is in `known` belongs to the resilient communicator
-        there, and any other communicator gets a new one. Raises as `MeshFactory.build`
+        there, and any other communicator gets a new one. Raises as `LinkFactory.build`
         does.
         """
         everybody, small = range(len(members.members)), self.config
@@ -130,7 +129,7 @@ class EpochBuilder:
         if (
             self.config.calibrate == "off"
             or not has_newcomers
-            or epoch.mesh_factory is None
+            or epoch.link_factory is None
         ):
             return
         network = calibration.describe_network(members.members, epoch.rank_info.hosts)

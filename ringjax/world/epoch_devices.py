@@ -49,7 +49,7 @@ class EpochControlPlane:
     ) -> _native.Communicator:
         world, epoch = self._world, self._epoch
         try:
-            small = epoch.link_small(number, ranks, name, world.mesh_factory_of(epoch))
+            small = epoch.link_small(number, ranks, name, world.link_factory_of(epoch))
             # The lock keeps the recovery from stopping the epoch between `check_epoch`
             # and `open`, because the recovery would miss the new communicator.
             with world.changed:

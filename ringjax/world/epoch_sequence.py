@@ -16,7 +16,7 @@ from ringjax.config import LOG_LEVELS, Config
 from ringjax.control.listener import LinkListener
 from ringjax.control.member import Member
 from ringjax.errors import PeerLost, RingjaxError
-from ringjax.links.mesh import LossMonitor, MeshFactory
+from ringjax.links.factory import LinkFactory, LossMonitor
 from ringjax.membership.client import CallProgress, CoordinatorClient
 from ringjax.membership.directives import EpochDirective
 from ringjax.membership.joined_job import JoinedJob
@@ -155,12 +155,12 @@ class EpochSequence:
         if self.is_over(epoch):
             raise PeerLost(f"ringjax: epoch {epoch.number} is over: the ranks change")
 
-    def mesh_factory_of(self, epoch: Epoch) -> MeshFactory | None:
-        """Returns a mesh factory that connects ranks only while `epoch` is in force."""
-        mesh_factory = epoch.mesh_factory
-        if mesh_factory is None:
+    def link_factory_of(self, epoch: Epoch) -> LinkFactory | None:
+        """Returns a link factory that connects ranks only while `epoch` is in force."""
+        link_factory = epoch.link_factory
+        if link_factory is None:
             return None
-        return replace(mesh_factory, loss_monitor=_EpochWatch(self, epoch))
+        return replace(link_factory, loss_monitor=_EpochWatch(self, epoch))
 
     # -- the end of the job on this rank -----------------------------------------------
 
@@ -246,7 +246,7 @@ class EpochSequence:
         After a loss, connects the communicators of the world and the replica set only,
         because most parked calls wait for these; `complete` connects the other
         communicators. A newcomer has no parked calls, so it connects all communicators.
-        Raises as `MeshFactory.build` does. `MeshFactory.build` does.
+        Raises as `LinkFactory.build` does.
         """
         assert self._epoch_builder is not None
         members = directives[-1]
@@ -320,7 +320,7 @@ class EpochSequence:
         replicas = self.group.update(workers, workers[self.rank])
         self._registry.update(size, members.sets, members.next_set, replicas)
         self.sets = {0: list(range(size)), **{n: [*r] for n, r in members.sets.items()}}
-        if epoch.mesh_factory is not None:
+        if epoch.link_factory is not None:
             self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
         self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
 
@@ -368,7 +368,7 @@ class EpochSequence:
 
 
 class _EpochWatch:
-    """Makes `MeshFactory.build` fail when the epoch ends. A `LossMonitor`."""
+    """Makes `LinkFactory.build` fail when the epoch ends. A `LossMonitor`."""
 
     def __init__(self, world: EpochSequence, epoch: Epoch) -> None:
         self._world, self._epoch = world, epoch

@@ -6,6 +6,7 @@ control/launch_environment.py reads this process's rank from the launcher's vari
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,10 +43,11 @@ class RankInfo:
         own_host = hosts[rank]
         local_rank = hosts[:rank].count(own_host)
         # The hosts that have a rank with this local rank, ordered by rank.
-        cross = [h for h in numbers.values() if hosts.count(h) > local_rank]
+        sizes = Counter(hosts)
+        cross = [h for h in numbers.values() if sizes[h] > local_rank]
         computed = {
             "local_rank": local_rank,
-            "local_size": hosts.count(own_host),
+            "local_size": sizes[own_host],
             "cross_rank": cross.index(own_host),
             "cross_size": len(cross),
         }

@@ -236,7 +236,7 @@ class Recovery:
     def departed_ranks(self) -> dict[int, str]:
         """Raises EpochRevoked if the epoch that is being connected is over.
 
-        This is the method of `LossMonitor` that `MeshFactory.build` polls. The result
+        This is the method of `LossMonitor` that `LinkFactory.build` polls. The result
         is empty, because the loss of a rank revokes the whole epoch.
         """
         self._check_connecting()

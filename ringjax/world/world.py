@@ -359,7 +359,7 @@ class World(EpochSequence):
         try:
             for each in both:
                 name = f"process set {number}"
-                epoch.link(each, ranks, name, self.mesh_factory_of(epoch))
+                epoch.link(each, ranks, name, self.link_factory_of(epoch))
             self.install_process_set(epoch, number, ranks)
         except BaseException:
             for each in both:

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -118,36 +117,16 @@ class Epochs {
 
  private:
   void Form() {
-    const size_t size = members.size();
-    std::vector<std::unique_ptr<Doorbell>> bells;
-    std::vector<std::vector<std::unique_ptr<Link>>> links(size);
-    std::vector<Doorbell*> all;
-    std::vector<int> world(size);
-    for (size_t r = 0; r < size; ++r) {
-      bells.push_back(MakeBell());
-      all.push_back(bells[r].get());
-      links[r].resize(size);
-      world[r] = static_cast<int>(r);
-    }
-    for (size_t a = 0; a < size; ++a)
-      for (size_t b = a + 1; b < size; ++b)
-        std::tie(links[a][b], links[b][a]) = MakeLocalLinks(4096, all[a], all[b]);
-    std::vector<std::unique_ptr<SharedSegment>> segments(size);
-    if (tile_ > 0 && size > 1) segments = MakeLocalSegments(tile_, all);
-    for (size_t r = 0; r < size; ++r) {
-      CommunicatorOptions o;
-      o.topology = {static_cast<int>(r), static_cast<int>(size),
-                    std::vector<int>(size, 0)};
-      o.world_ranks = world;
-      o.epoch = epoch_;
-      o.collective_timeout = 60;
-      if (size > 1) o.algorithm = algorithm_;
-      Worker& w = workers[static_cast<size_t>(members[r])];
-      w.communicator =
-          std::make_shared<Communicator>(o, std::move(links[r]), std::move(bells[r]),
-                                         std::move(segments[r]), w.resilient);
-    }
-    ++epoch_;
+    CommunicatorOptions o;
+    o.epoch = epoch_++;
+    o.collective_timeout = 60;
+    if (members.size() > 1) o.algorithm = algorithm_;
+    ResilientComms resilient;
+    for (int w : members) resilient.push_back(workers[w].resilient);
+    const std::vector<int> hosts(members.size(), 0);
+    const auto ranks = JoinRanks(hosts, o, 4096, tile_, resilient);
+    for (size_t r = 0; r < ranks.size(); ++r)
+      workers[members[r]].communicator = ranks[r];
   }
 
   const EagerOptions options_;

@@ -306,8 +306,8 @@ TEST(LongTextsEndBetweenCharacters) {
   CHECK_EQ(Cut("\xe2\x82\xac", 2), "");
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-  Heartbeat zero(0, Nodes(2), {{1, pair[0]}}, 0.1, 5.0, MakeBell());
-  Heartbeat one(1, Nodes(2), {{0, pair[1]}}, 0.1, 5.0, MakeBell());
+  Heartbeat zero(0, Nodes(2), {{1, pair[0]}}, 0.1, 5.0, MakeEventFd());
+  Heartbeat one(1, Nodes(2), {{0, pair[1]}}, 0.1, 5.0, MakeEventFd());
   std::string text = "x";
   for (int i = 0; i < 1000; ++i) text += "\xc3\xa9";
   one.Fail(text);

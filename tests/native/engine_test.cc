@@ -179,7 +179,7 @@ TEST(HeartbeatNamesTheRankThatDied) {
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   auto zero = std::make_shared<Heartbeat>(
-      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 0.1, 5.0, MakeBell());
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 0.1, 5.0, MakeEventFd());
   zero->Watch(world.ranks[0]);
   std::thread waiting([&] {
     std::vector<float> data(4, 1.0f);
@@ -199,9 +199,9 @@ TEST(HeartbeatPassesOnTheReasonAndTheCulprit) {
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, other), 0);
   auto zero = std::make_shared<Heartbeat>(
       0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}, {2, other[0]}}, 0.1, 5.0,
-      MakeBell());
+      MakeEventFd());
   auto one = std::make_shared<Heartbeat>(
-      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, pair[1]}}, 0.1, 5.0, MakeBell());
+      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, pair[1]}}, 0.1, 5.0, MakeEventFd());
   zero->Watch(world.ranks[0]);
   one->Fail("rank 2 closed its connection", 2);
   one->Stop();
@@ -224,7 +224,7 @@ TEST(AHeartbeatDetectsManyLossesAtOnce) {
     ends.push_back(pair[1]);
   }
   const auto zero =
-      std::make_shared<Heartbeat>(0, Nodes(151), peers, 10.0, 60.0, MakeBell());
+      std::make_shared<Heartbeat>(0, Nodes(151), peers, 10.0, 60.0, MakeEventFd());
   for (const int fd : ends) close(fd);
   for (int i = 0; i < 6000 && zero->lost().size() < ends.size(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -237,7 +237,8 @@ TEST(AHeartbeatSleepsWhileAForkedChildHasALostSocket) {
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
   const int copy = dup(pair[0]);
   const auto zero = std::make_shared<Heartbeat>(
-      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0, MakeBell());
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 60.0,
+      MakeEventFd());
   close(pair[1]);
   for (int i = 0; i < 6000 && zero->lost().empty(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -252,7 +253,7 @@ TEST(AHeartbeatSleepsWhileAForkedChildHasALostSocket) {
 // Runs in a process that stops itself by SIGSTOP. Returns 0, the exit status, if its
 // heartbeat blames no peer for the pause after SIGCONT.
 int StandStill(int socket) {
-  Heartbeat heartbeat(0, Nodes(2), {{1, socket}}, 0.05, 1.0, MakeBell(), nullptr,
+  Heartbeat heartbeat(0, Nodes(2), {{1, socket}}, 0.05, 1.0, MakeEventFd(), nullptr,
                       nullptr);
   raise(SIGSTOP);
   std::this_thread::sleep_for(std::chrono::milliseconds(200));  // four beats
@@ -289,7 +290,7 @@ TEST(AStoppedPeerMissesNoByteOfItsHeartbeat) {
   setsockopt(ours, SOL_SOCKET, SO_SNDBUF, &little, sizeof little);
   setsockopt(theirs, SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
   auto heartbeat = std::make_shared<Heartbeat>(
-      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeBell());
+      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, ours}}, 10.0, 60.0, MakeEventFd());
   const auto ask = [&](int from, int to) {
     for (int i = from; i < to; ++i)
       heartbeat->probe_sender().SendProbes(

@@ -207,7 +207,7 @@ void Beats(std::string_view input) {
   {
     auto heartbeat = std::make_shared<Heartbeat>(
         0, Nodes(3), std::vector<Heartbeat::Peer>{{1, here}, {2, quiet}}, 10.0, 30.0,
-        MakeBell(), nullptr, MakeBell());
+        MakeEventFd(), nullptr, MakeEventFd());
     heartbeat->probe_sender().SendProbes({0, 7, false, {1, 2}, "allreduce 'x'"});
     [[maybe_unused]] const ssize_t sent = send(there, input.data(), input.size(), 0);
     shutdown(there, SHUT_WR);
@@ -238,7 +238,8 @@ std::vector<std::string> BeatsSeeds() {
   for (int what = 0; what < 5; ++what) {
     const auto [here, there] = UnixPair();
     auto heartbeat = std::make_shared<Heartbeat>(
-        1, Nodes(3), std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0, MakeBell());
+        1, Nodes(3), std::vector<Heartbeat::Peer>{{0, here}}, 10.0, 30.0,
+        MakeEventFd());
     if (what == 1) heartbeat->Fail("rank 2 went away", 2);
     if (what == 2) heartbeat->Leave();
     if (what == 3)

@@ -3,10 +3,6 @@
 //
 // No call waits: the first sleep counts as an interrupt, so a call ends if bytes of the
 // peer are missing. Valid inputs are recorded from honest ranks.
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -179,8 +175,7 @@ void Frames(std::string_view input) {
   const unsigned works = pieces.Byte(), kind = pieces.Byte();
   const int size = 2 + (kind >> 1) % 2;
   AlwaysInterrupted interrupted;
-  std::vector<std::unique_ptr<Doorbell>> bells;
-  for (int r = 0; r < size; ++r) bells.push_back(MakeBell());
+  auto bells = MakeDoorbells(size, kRing);
   std::vector<std::unique_ptr<Link>> mine(static_cast<size_t>(size)), theirs;
   for (int peer = 1; peer < size; ++peer) {
     const auto p = static_cast<size_t>(peer);
@@ -189,9 +184,8 @@ void Frames(std::string_view input) {
       mine[p] = std::move(MakeTcpLink({one}).value());
       theirs.push_back(std::move(MakeTcpLink({other}).value()));
     } else {
-      auto [one, other] = MakeLocalLinks(kRing, bells[0].get(), bells[p].get());
-      mine[p] = std::move(one);
-      theirs.push_back(std::move(other));
+      mine[p] = std::move(MakeRingLink(bells[0].get(), peer).value());
+      theirs.push_back(std::move(MakeRingLink(bells[p].get(), 0).value()));
     }
     Write(theirs.back().get(), peer == size - 1 ? pieces.rest() : pieces.Text());
   }
@@ -246,10 +240,8 @@ void InSegment(std::string_view input) {
   Pieces pieces(input);
   const unsigned works = pieces.Byte();
   AlwaysInterrupted interrupted;
-  std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
-  auto segments = MakeLocalSegments(kTile, {bells[0].get(), bells[1].get()});
-  auto [mine, theirs] = MakeLocalLinks(kRing, bells[0].get(), bells[1].get());
-  SharedSegment& foul = *segments[1];
+  Ends ends = LocalEnds(kRing, kTile);
+  SharedSegment foul(ends.bells[1].get());
   for (uint64_t turn : {1, 2}) {
     const std::string_view slot = pieces.Text();
     std::memcpy(foul.InlineSlot(turn, 1), slot.data(),
@@ -266,12 +258,13 @@ void InSegment(std::string_view input) {
   const std::string_view over = pieces.Text().substr(0, room);
   const size_t place = pieces.Word() % (room - over.size() + 1);
   const Scribbler scribbler(foul.InlineSlot(1, 0) + place, over);
-  Write(theirs.get(), pieces.rest());
-  bells[0]->Ring();
+  Write(ends.links[1].get(), pieces.rest());
+  ends.bells[0]->Ring();
   std::vector<std::unique_ptr<Link>> links(2);
-  links[1] = std::move(mine);
-  Communicator c(OptionsOf(0, 2), std::move(links), std::move(bells[0]),
-                 std::move(segments[0]));
+  links[1] = std::move(ends.links[0]);
+  auto segment = std::make_unique<SharedSegment>(ends.bells[0].get());
+  Communicator c(OptionsOf(0, 2), std::move(links), std::move(ends.bells[0]),
+                 std::move(segment));
   for (unsigned i = 0; i < 2 && !c.aborted(); ++i) {
     const Status status = DoWork(&c, (works + i) % kWorks);
     ALWAYS(status.rank() >= -1 && status.rank() < 2);
@@ -280,8 +273,10 @@ void InSegment(std::string_view input) {
 
 // Returns the inline data and the counters of rank 1 after a call.
 std::string Shown(unsigned number, std::string_view over) {
-  Ends ends = LocalEnds(kRing);
-  auto segments = MakeLocalSegments(kTile, {ends.bells[0].get(), ends.bells[1].get()});
+  Ends ends = LocalEnds(kRing, kTile);
+  std::unique_ptr<SharedSegment> segments[2];
+  for (int r = 0; r < 2; ++r)
+    segments[r] = std::make_unique<SharedSegment>(ends.bells[r].get());
   const SharedSegment& segment = *segments[1];
   std::string record;
   std::vector<std::shared_ptr<Communicator>> ranks;
@@ -290,9 +285,9 @@ std::string Shown(unsigned number, std::string_view over) {
     links[static_cast<size_t>(1 - r)] =
         r == 1 ? std::make_unique<Tap>(std::move(ends.links[1]), &record)
                : std::move(ends.links[0]);
-    ranks.push_back(std::make_shared<Communicator>(
-        OptionsOf(r, 2), std::move(links), std::move(ends.bells[r]),
-        std::move(segments[static_cast<size_t>(r)])));
+    ranks.push_back(std::make_shared<Communicator>(OptionsOf(r, 2), std::move(links),
+                                                   std::move(ends.bells[r]),
+                                                   std::move(segments[r])));
   }
   DoTogether(ranks, number);
   std::string bytes(1, static_cast<char>(number));
@@ -318,14 +313,13 @@ std::vector<std::string> SegmentSeeds() {
 constexpr size_t kSmallRing = 64;
 
 void Ring(std::string_view input) {
-  static const int memfd = MakeMemfd(ShmBytes(kSmallRing));
-  static void* const block =
-      mmap(nullptr, ShmBytes(kSmallRing), PROT_READ | PROT_WRITE, MAP_SHARED, memfd, 0);
-  auto* pair = static_cast<RingPair*>(block);
-  std::memset(block, 0, sizeof *pair);
+  static const Ends ends = ShmEnds(kSmallRing);
+  static RingPair* const pair = SharedBy(ends);
+  HostWords& peer = ends.bells[1]->words(1);
+  std::memset(static_cast<void*>(pair), 0, sizeof *pair);
+  std::memset(&peer, 0, sizeof peer);
   Pieces pieces(input);
-  auto link = std::move(
-      MakeShmLink(dup(memfd), 0, kSmallRing, MakeEventFd(), getpid()).value());
+  auto link = std::move(MakeRingLink(ends.bells[0].get(), 1).value());
   std::byte mine[256] = {};
   std::vector<pollfd> fds;
   for (int steps = 0; steps < 64 && !pieces.empty(); ++steps) {
@@ -368,7 +362,9 @@ void Ring(std::string_view input) {
         break;
       }
       default:
-        pair->sides[1].closed = n % 4 == 0;
+        peer.closed = n % 4 == 0;
+        peer.asleep = n % 3;
+        peer.process = static_cast<int32_t>(n);
         pair->sides[1].wants = n;
         link->Arm(n & 1, n & 2, &fds);
         link->Disarm();

@@ -42,7 +42,7 @@ struct Graph {
     for (int r = 0; r < size; ++r)
       heartbeats[r] =
           std::make_shared<Heartbeat>(r, Nodes(size), peers[r], 0.05, timeout,
-                                      MakeBell(), elastic ? MakeBell() : nullptr);
+                                      MakeEventFd(), elastic ? MakeEventFd() : nullptr);
   }
 
   // Whether all ranks but `gone` know that these ranks are lost, and no others.

@@ -1,6 +1,7 @@
 // Heartbeats of threads that act as ranks.
 #pragma once
 
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -27,6 +28,10 @@ bool Until(Condition&& condition, double seconds = 60) {
   return false;
 }
 
+inline std::unique_ptr<EventFd> MakeEventFd() {
+  return std::make_unique<EventFd>(eventfd(0, 0));
+}
+
 // The names of the hosts of `size` ranks.
 inline std::vector<std::string> Nodes(int size) {
   std::vector<std::string> nodes;
@@ -38,7 +43,7 @@ inline std::vector<std::string> Nodes(int size) {
 // in `bells` can reply to straggler probes.
 inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
     const std::vector<std::shared_ptr<Communicator>>& ranks,
-    const std::vector<Doorbell*>& bells = {}) {
+    const std::vector<EventFd*>& bells = {}) {
   const int size = static_cast<int>(ranks.size());
   std::vector<std::vector<Heartbeat::Peer>> peers(ranks.size());
   for (int a = 0; a < size; ++a) {
@@ -53,8 +58,8 @@ inline std::vector<std::shared_ptr<Heartbeat>> JoinHeartbeats(
   for (size_t r = 0; r < ranks.size(); ++r) {
     const bool knows = r < bells.size() && bells[r] != nullptr;
     all.push_back(std::make_shared<Heartbeat>(
-        static_cast<int>(r), Nodes(size), peers[r], 0.1, 20.0, MakeBell(), nullptr,
-        knows ? std::make_unique<Doorbell>(dup(bells[r]->fd())) : nullptr));
+        static_cast<int>(r), Nodes(size), peers[r], 0.1, 20.0, MakeEventFd(), nullptr,
+        knows ? std::make_unique<EventFd>(dup(bells[r]->fd())) : nullptr));
     all.back()->Watch(ranks[r]);
   }
   return all;

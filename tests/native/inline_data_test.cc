@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "check.h"
+#include "link_ends.h"
 #include "local_world.h"
 #include "transport/shared_segment.h"
 
@@ -17,10 +18,8 @@ namespace {
 using Values32 = std::vector<float>;
 
 uint64_t InlineFloats(int size) {
-  std::vector<std::unique_ptr<Doorbell>> bells;
-  std::vector<Doorbell*> all;
-  for (int r = 0; r < size; ++r) all.push_back(bells.emplace_back(MakeBell()).get());
-  return MakeLocalSegments(4096, all)[0]->inline_bytes() / sizeof(float);
+  const auto bells = MakeDoorbells(size, 4096, 4096);
+  return SharedSegment(bells[0].get()).inline_bytes() / sizeof(float);
 }
 
 // Element i of the data that rank `from` sends to rank `to`.
@@ -131,17 +130,16 @@ TEST(SplitsThatDoNotMatchAreDetectedInInlineData) {
 // waits for inline data. `write` receives the slots of both ranks, behind the headers.
 Status RunBesideHostilePeer(int rank, int64_t rows, Values32* in, Values32* out,
                             const std::function<void(std::byte*, std::byte*)>& write) {
-  std::unique_ptr<Doorbell> bells[2] = {MakeBell(), MakeBell()};
-  auto segments = MakeLocalSegments(4096, {bells[0].get(), bells[1].get()});
-  auto [low, high] = MakeLocalLinks(1 << 15, bells[0].get(), bells[1].get());
+  Ends ends = LocalEnds(1 << 15, 4096);
+  SharedSegment hostile(ends.bells[1 - rank].get());
+  auto segment = std::make_unique<SharedSegment>(ends.bells[rank].get());
   CommunicatorOptions o;
   o.topology = {rank, 2, {0, 0}};
   o.world_ranks = {0, 1};
   std::vector<std::unique_ptr<Link>> links(2);
-  links[1 - rank] = std::move(rank == 0 ? low : high);
-  Communicator victim(o, std::move(links), std::move(bells[rank]),
-                      std::move(segments[rank]));
-  SharedSegment& hostile = *segments[1 - rank];
+  links[1 - rank] = std::move(ends.links[rank]);
+  Communicator victim(o, std::move(links), std::move(ends.bells[rank]),
+                      std::move(segment));
   Call call;
   call.op = Collective::kAlltoall;
   call.name = "x";

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,17 +10,15 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "check.h"
+#include "local_world.h"
 #include "transport/channel.h"
-#include "transport/link.h"
+#include "transport/ring_link.h"
 
 namespace ringjax {
-
-inline int MakeEventFd() { return eventfd(0, EFD_CLOEXEC); }
 
 // Two ends and the doorbells on which they sleep.
 struct Ends {
@@ -30,38 +27,42 @@ struct Ends {
 };
 using MakeEnds = std::function<Ends()>;
 
-inline Ends WithBells() {
+inline Ends RingEnds(const std::shared_ptr<HostMemory>& one,
+                     const std::shared_ptr<HostMemory>& other) {
   Ends ends;
-  for (auto& bell : ends.bells) bell = std::make_unique<Doorbell>(MakeEventFd());
+  auto bells = MakeDoorbells({one, other});
+  for (int side = 0; side < 2; ++side) {
+    ends.bells[side] = std::move(bells[side]);
+    ends.links[side] =
+        std::move(MakeRingLink(ends.bells[side].get(), 1 - side).value());
+  }
   return ends;
 }
 
-inline Ends LocalEnds(size_t ring) {
-  Ends ends = WithBells();
-  std::tie(ends.links[0], ends.links[1]) =
-      MakeLocalLinks(ring, ends.bells[0].get(), ends.bells[1].get());
-  return ends;
+inline Ends LocalEnds(size_t ring, size_t tile = 0) {
+  const auto memory = HostMemory::Local({2, ring, tile});
+  return RingEnds(memory, memory);
 }
 
 inline int MakeMemfd(size_t bytes, int seals = F_SEAL_SHRINK | F_SEAL_GROW) {
   const int fd = memfd_create("ringjax-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  CHECK(fd >= 0 && posix_fallocate(fd, 0, static_cast<off_t>(bytes)) == 0);
+  CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0);
   CHECK(fcntl(fd, F_ADD_SEALS, seals) == 0);
   return fd;
 }
 
-// `peer` is the process id that both ends receive for their peer.
-inline Ends ShmEnds(size_t ring, pid_t peer = getpid()) {
-  Ends ends = WithBells();
-  const int memfd = MakeMemfd(ShmBytes(ring));
-  for (int side = 0; side < 2; ++side) {
-    auto link =
-        MakeShmLink(dup(memfd), side, ring, dup(ends.bells[1 - side]->fd()), peer);
-    CHECK(link.ok());
-    ends.links[side] = std::move(link.value());
-  }
-  close(memfd);
-  return ends;
+// Each side has mapped the memory for itself.
+inline Ends ShmEnds(size_t ring, size_t tile = 0) {
+  const HostLayout layout{2, ring, tile};
+  const int memfd = MakeMemfd(HostBytes(layout));
+  return RingEnds(HostMemory::Map(dup(memfd), layout).value(),
+                  HostMemory::Map(memfd, layout).value());
+}
+
+// Returns what the two sides of LocalEnds or ShmEnds share, where a test can write as a
+// hostile peer would.
+inline RingPair* SharedBy(const Ends& ends) {
+  return reinterpret_cast<RingPair*>(ends.bells[0]->memory()->Pair(0, 1).value());
 }
 
 inline std::pair<int, int> Loopback() {
@@ -98,7 +99,7 @@ inline std::string ChannelKey(int side, size_t connection = 0) {
 inline Ends SocketEnds(size_t flows,
                        const std::function<std::pair<int, int>()>& connected,
                        bool encrypted = false) {
-  Ends ends = WithBells();
+  Ends ends;
   std::vector<int> sockets[2];
   for (size_t i = 0; i < flows; ++i) {
     const auto [one, other] = connected();
@@ -111,6 +112,7 @@ inline Ends SocketEnds(size_t flows,
     auto link = MakeTcpLink(sockets[side], keys);
     CHECK(link.ok());
     ends.links[side] = std::move(link.value());
+    ends.bells[side] = std::make_unique<Doorbell>();
   }
   return ends;
 }

@@ -2,15 +2,16 @@
 // that most engine tests make.
 #pragma once
 
-#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "engine/communicator/communicator.h"
@@ -20,8 +21,23 @@ namespace ringjax {
 inline constexpr DType kFloats[] = {DType::kF16, DType::kBF16, DType::kF32,
                                     DType::kF64};
 
-inline std::unique_ptr<Doorbell> MakeBell() {
-  return std::make_unique<Doorbell>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+// Makes a doorbell in each of these memories, which are one memory, or mappings of one.
+inline std::vector<std::unique_ptr<Doorbell>> MakeDoorbells(
+    const std::vector<std::shared_ptr<HostMemory>>& memories) {
+  static std::atomic<int> made{0};
+  const std::string name =
+      "test-" + std::to_string(getpid()) + "-" + std::to_string(++made);
+  std::vector<std::unique_ptr<Doorbell>> bells;
+  for (const auto& memory : memories)
+    bells.push_back(
+        std::make_unique<Doorbell>(memory, static_cast<int>(bells.size()), name));
+  return bells;
+}
+
+inline std::vector<std::unique_ptr<Doorbell>> MakeDoorbells(int size, size_t ring,
+                                                            size_t tile = 0) {
+  return MakeDoorbells(
+      std::vector(static_cast<size_t>(size), HostMemory::Local({size, ring, tile})));
 }
 
 using ResilientComms = std::vector<std::shared_ptr<ResilientComm>>;
@@ -33,33 +49,21 @@ inline std::vector<std::shared_ptr<Communicator>> JoinRanks(
     const ResilientComms& resilient = {},
     const std::vector<std::shared_ptr<Communicator>>& ending = {}) {
   const int size = static_cast<int>(hosts.size());
-  std::vector<std::unique_ptr<Doorbell>> bells;
-  std::vector<std::vector<std::unique_ptr<Link>>> links(size);
-  std::vector<int> members(size);
-  for (int r = 0; r < size; ++r) {
-    bells.push_back(MakeBell());
-    links[r].resize(size);
-    members[r] = r;
-  }
-  for (int a = 0; a < size; ++a)
-    for (int b = a + 1; b < size; ++b)
-      std::tie(links[a][b], links[b][a]) =
-          MakeLocalLinks(ring, bells[a].get(), bells[b].get());
-  std::vector<std::unique_ptr<SharedSegment>> segments(size);
-  const bool one_host = std::all_of(hosts.begin(), hosts.end(),
-                                    [&](int host) { return host == hosts[0]; });
-  if (tile > 0 && size > 1 && one_host) {
-    std::vector<Doorbell*> all;
-    for (const auto& bell : bells) all.push_back(bell.get());
-    segments = MakeLocalSegments(tile, all);
-  }
+  const bool shares = tile > 0 && size > 1 && OnOneHost(hosts);
+  auto bells = MakeDoorbells(size, ring, shares ? tile : 0);
+  o.world_ranks.resize(hosts.size());
+  std::iota(o.world_ranks.begin(), o.world_ranks.end(), 0);
   std::vector<std::shared_ptr<Communicator>> ranks;
   for (int r = 0; r < size; ++r) {
+    std::vector<std::unique_ptr<Link>> links(hosts.size());
+    for (int peer = 0; peer < size; ++peer)
+      if (peer != r)
+        links[peer] = std::move(MakeRingLink(bells[r].get(), peer).value());
+    auto segment = shares ? std::make_unique<SharedSegment>(bells[r].get()) : nullptr;
     o.topology = {r, size, hosts};
-    o.world_ranks = members;
     o.end_barrier = ending.empty() ? nullptr : ending[static_cast<size_t>(r)];
     ranks.push_back(std::make_shared<Communicator>(
-        o, std::move(links[r]), std::move(bells[r]), std::move(segments[r]),
+        o, std::move(links), std::move(bells[r]), std::move(segment),
         resilient.empty() ? nullptr : resilient[static_cast<size_t>(r)]));
   }
   return ranks;

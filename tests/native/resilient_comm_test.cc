@@ -425,13 +425,13 @@ TEST(AHeartbeatReportsLostRanksAndRanksThatLeft) {
   int one[2], two[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, one), 0);
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, two), 0);
-  const auto told = MakeBell();
+  const auto told = MakeEventFd();
   auto zero = std::make_shared<Heartbeat>(
       0, Nodes(3), std::vector<Heartbeat::Peer>{{1, one[0]}, {2, two[0]}}, 0.1, 5.0,
-      MakeBell(), std::make_unique<Doorbell>(dup(told->fd())));
+      MakeEventFd(), std::make_unique<EventFd>(dup(told->fd())));
   zero->Watch(world.ranks[0]);
   auto peer = std::make_shared<Heartbeat>(
-      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, one[1]}}, 0.1, 5.0, MakeBell());
+      1, Nodes(3), std::vector<Heartbeat::Peer>{{0, one[1]}}, 0.1, 5.0, MakeEventFd());
   auto rung = [&told] {
     pollfd p{told->fd(), POLLIN, 0};
     const bool came = poll(&p, 1, 60'000) == 1;

@@ -2,10 +2,7 @@
 // peers that write false counters, leave, or are late.
 #include "transport/shared_segment.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstring>
@@ -14,6 +11,7 @@
 
 #include "check.h"
 #include "engine/call/tiles.h"
+#include "link_ends.h"
 #include "local_world.h"
 
 namespace ringjax {
@@ -251,9 +249,8 @@ TEST(AllRanksEndWithTheSameBits) {
 // After a loss, a rank takes reduced tiles from the shared segment only if no slot was
 // overwritten.
 TEST(ReducedTilesAreRetainedIfNoSlotIsReused) {
-  const auto bell = MakeBell(), other = MakeBell();
-  const auto segments = MakeLocalSegments(kTile, {bell.get(), other.get()});
-  SharedSegment& segment = *segments[0];
+  const auto bells = MakeDoorbells(2, 4096, kTile);
+  SharedSegment segment(bells[0].get());
   segment.Publish(SharedSegment::kFinished, 7);
   for (const DType wire : {DType::kF32, DType::kF16}) {
     const Arithmetic a{DType::kF32, wire};
@@ -319,27 +316,19 @@ TEST(APeerThatLeavesIsDetectedOnTheSegment) {
 // Two ends of a shared segment; the test acts as the second rank.
 struct PlayedSegments {
   explicit PlayedSegments(double timeout = 20) {
-    const size_t bytes = SharedSegmentBytes(2, kTile);
-    const int fd = memfd_create("segment", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
-    CHECK_EQ(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
-    auto bell = MakeBell();
-    auto made = MakeShmSegment(dup(fd), 1, kTile, {dup(bell->fd()), -1});
-    CHECK(made.ok());
-    theirs = std::move(made.value());
-    made = MakeShmSegment(fd, 0, kTile, {-1, dup(bell->fd())});
-    CHECK(made.ok());
     CommunicatorOptions o;
     o.topology = {0, 2, {0, 0}};
     o.world_ranks = {0, 1};
     o.collective_timeout = timeout;
     std::vector<std::unique_ptr<Link>> links(2);
-    std::tie(links[1], unused) = MakeLocalLinks(4096, nullptr, nullptr);
-    ours = std::make_unique<Communicator>(o, std::move(links), std::move(bell),
-                                          std::move(made.value()));
+    links[1] = std::move(ends.links[0]);
+    auto segment = std::make_unique<SharedSegment>(ends.bells[0].get());
+    ours = std::make_unique<Communicator>(o, std::move(links), std::move(ends.bells[0]),
+                                          std::move(segment));
   }
-  std::unique_ptr<SharedSegment> theirs;
-  std::unique_ptr<Link> unused;
+  Ends ends = ShmEnds(4096, kTile);
+  std::unique_ptr<SharedSegment> theirs =
+      std::make_unique<SharedSegment>(ends.bells[1].get());
   std::unique_ptr<Communicator> ours;
 };
 
@@ -396,24 +385,6 @@ TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
   peer.join();
   CHECK(status.code() == Code::kDeadlineExceeded);
   CHECK_EQ(status.rank(), 1);
-}
-
-TEST(ASegmentOfWrongSizeSealsOrRankIsRefused) {
-  const auto refused = [](size_t bytes, int seals, int rank, size_t tile) {
-    const int fd = memfd_create("segment", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    CHECK_EQ(ftruncate(fd, static_cast<off_t>(bytes)), 0);
-    CHECK_EQ(fcntl(fd, F_ADD_SEALS, seals), 0);
-    const auto segment = MakeShmSegment(fd, rank, tile, {-1, -1});
-    CHECK(!segment.ok());
-    CHECK(fcntl(fd, F_GETFD) < 0);  // closed even on failure
-  };
-  const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
-  refused(SharedSegmentBytes(2, kTile) - 4096, seals, 0, kTile);
-  refused(SharedSegmentBytes(3, kTile), seals, 0, kTile);
-  refused(SharedSegmentBytes(2, kTile), F_SEAL_GROW, 0, kTile);
-  refused(SharedSegmentBytes(2, kTile), seals, 2, kTile);
-  refused(SharedSegmentBytes(2, kTile), seals, 0, kTile + 1);
-  refused(SharedSegmentBytes(2, kTile), seals, 0, 0);
 }
 
 }  // namespace

@@ -50,7 +50,7 @@ TEST(AReplyNamesTheLastCallAndWhetherThisOneWasMade) {
 
 TEST(AProbeWakesTheProgramWhichReplies) {
   World world({0, 0});
-  const auto bell = MakeBell();
+  const auto bell = MakeEventFd();
   const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
   beats[0]->probe_sender().SendProbes({0, 1, false, {1}, "allreduce 'x'"});
   pollfd rung{bell->fd(), POLLIN, 0};
@@ -71,7 +71,7 @@ TEST(AProbeWakesTheProgramWhichReplies) {
 
 TEST(ABusyInterpreterDelaysNoReply) {
   World world({0, 0});
-  const auto bell = MakeBell();
+  const auto bell = MakeEventFd();
   const auto beats = JoinHeartbeats(world.ranks, {nullptr, bell.get()});
   const ProbeReply reply = AskOne(beats[0].get(), 1, 1);
   CHECK(Contains(reply.text, "its interpreter is busy"));
@@ -82,7 +82,7 @@ TEST(TheTimeoutErrorNamesTheRankAndItsPlace) {
   for (const size_t tile : {0, 4096}) {
     World world({0, 0, 0}, "", 4096, 3600, tile);
     RunTogether(&world, "before");
-    const auto bell = MakeBell();
+    const auto bell = MakeEventFd();
     const auto beats = JoinHeartbeats(world.ranks, {nullptr, nullptr, bell.get()});
     std::atomic<bool> stop{false};
     std::thread interpreter([&] {
@@ -165,8 +165,9 @@ TEST(UnrequestedRepliesAndControlCharactersAreDropped) {
   World world({0, 0});
   int pair[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair), 0);
-  auto zero = std::make_shared<Heartbeat>(
-      0, Nodes(3), std::vector<Heartbeat::Peer>{{1, pair[0]}}, 10.0, 20.0, MakeBell());
+  auto zero = std::make_shared<Heartbeat>(0, Nodes(3),
+                                          std::vector<Heartbeat::Peer>{{1, pair[0]}},
+                                          10.0, 20.0, MakeEventFd());
   const auto answer = [&](uint32_t token, const std::string& text) {
     ControlMessage::ReplyHead head;
     head.token = token;

@@ -52,15 +52,16 @@ std::vector<Message> Messages(int side, size_t count, size_t largest, bool unifo
   return all;
 }
 
-// Sleeps until the link can move bytes. Returns false after `seconds`, if a wake-up was
-// lost.
-bool Sleep(Link* link, Doorbell* bell, bool reads, bool writes, int seconds = 30) {
-  std::vector<pollfd> fds{{bell->fd(), POLLIN, 0}};
-  const bool ready = link->Arm(reads, writes, &fds);
-  const int woken = ready ? 1 : poll(fds.data(), fds.size(), seconds * 1000);
+// Sleeps until the link can move bytes; if it `polls`, in poll(2) even if the link has
+// no descriptor. Returns false after 30 seconds, if a wake-up was lost.
+bool Sleep(Link* link, Doorbell* bell, bool reads, bool writes, bool polls = false) {
+  constexpr std::chrono::milliseconds kLost(30'000);
+  std::vector<pollfd> fds;
+  if (polls) fds.push_back({-1, POLLIN, 0});
+  const auto start = Clock::now();
+  if (!link->Arm(reads, writes, &fds)) bell->Sleep(&fds, kLost.count());
   link->Disarm();
-  if (fds[0].revents != 0) bell->Drain();
-  return woken > 0;
+  return Clock::now() - start < kLost;
 }
 
 // One end of a duplex exchange of messages, moved in all the ways there are.
@@ -245,7 +246,7 @@ bool MoveAll(Link* link, Doorbell* bell, bool writes, std::byte* data, size_t by
     if (n.value() > 0) continue;
     if (left-- > 0) continue;
     left = (*random)() % 40;
-    if (!Sleep(link, bell, !writes, writes)) return false;
+    if (!Sleep(link, bell, !writes, writes, (*random)() % 2)) return false;
   }
   return true;
 }

@@ -122,7 +122,6 @@ def make_calls(path: Path, calls: int, most_bytes: int) -> None:
     recorder.tell(native)
     communicator = _native.Communicator(
         id=0, name="world", job=0, epoch=0, rank=0, hosts=[0], members=[0], links=[],
-        doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK),
         options={"recorder": recorder},
     )  # fmt: skip
     for number in range(calls):

@@ -73,10 +73,10 @@ def test_sleep_delays_the_caller() -> None:
 def test_enospc_raises_oserror() -> None:
     failpoints.arm("memory.make=enospc", None)
     with pytest.raises(OSError, match="No space left") as caught:
-        create(4096)
+        create(4096, 4096)
     assert caught.value.errno == errno.ENOSPC
     failpoints.arm("", None)
-    os.close(create(4096))
+    os.close(create(4096, 4096))
 
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -9), ("exit(7)", 7)])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.fault_proxy import Fault, FaultProxy
 from support.handshakes import needs_tls, run_handshake
-from support.mesh_ranks import JOB, SECRET, Ranks, world
+from support.link_ranks import JOB, SECRET, Ranks, world
 from support.waiting import until
 
 from ringjax import _native

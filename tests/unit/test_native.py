@@ -39,7 +39,7 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def make(links: list[tuple[Any, ...]], doorbell: int, ranks: int = 3) -> Communicator:
+def make(links: list[Any], ranks: int = 3, memory: Any = None) -> Communicator:
     return Communicator(
         id=77,
         name="test",
@@ -49,7 +49,8 @@ def make(links: list[tuple[Any, ...]], doorbell: int, ranks: int = 3) -> Communi
         hosts=[0] * ranks,
         members=list(range(ranks)),
         links=links,
-        doorbell=doorbell,
+        memory=memory,
+        doorbell=f"test-{os.getpid()}",
         options={},
     )
 
@@ -63,69 +64,69 @@ def alone() -> Communicator:
 
 def test_the_communicator_closes_its_descriptors() -> None:
     mine, theirs = socket.socketpair()
-    fds = [mine.detach(), make_eventfd()]
-    communicator = make([("tcp", 1, fds[:1])], fds[1], ranks=2)
-    assert all(map(is_open, fds))
+    fd = mine.detach()
+    communicator = make([(1, [fd], [])], ranks=2)
+    assert is_open(fd)
     communicator.close()
     del communicator
-    assert not any(map(is_open, fds))
+    assert not is_open(fd)
     theirs.close()
 
 
 @pytest.mark.parametrize(
-    "second",
+    "peer",
     [
-        (
-            "shm",
-            2,
-            make_eventfd,
-            0,
-            4096,
-            make_eventfd,
-            0,
-        ),  # an eventfd is not shared memory
-        (
-            "shm",
-            2,
-            make_eventfd,
-            0,
-            1000,
-            make_eventfd,
-            0,
-        ),  # 1000 is not a valid ring size
-        ("tcp", 2, make_eventfd),  # an eventfd is not a socket
-        ("tcp", 9, make_eventfd),  # rank 9 does not exist
-        ("tcp", 0, make_eventfd),  # rank 0 is this rank
-        ("tcp", 1, make_eventfd),  # rank 1 has a link already
-        None,  # the link to rank 2 is missing
+        2,  # an eventfd is not a socket
+        9,  # rank 9 does not exist
+        0,  # rank 0 is this rank
+        1,  # rank 1 has a link already
     ],
 )
-def test_a_bad_link_still_closes_all_descriptors(
-    second: tuple[Any, ...] | None,
-) -> None:
+def test_a_bad_link_still_closes_all_descriptors(peer: int) -> None:
     first, far_first = socket.socketpair()
     third, far_third = socket.socketpair()
     fds = [first.detach(), third.detach(), make_eventfd()]
-    links: list[tuple[Any, ...]] = [("tcp", 1, fds[:1])]
-    if second is not None:
-        made = [make_eventfd() if part is make_eventfd else part for part in second]
-        fds += [m for m, part in zip(made, second, strict=True) if part is make_eventfd]
-        links.append((*made[:2], [made[2]]) if made[0] == "tcp" else tuple(made))
-    links.append(("tcp", 3, [fds[1]]))
     with pytest.raises((StatusError, ValueError)):
-        make(links, fds[2], ranks=4)
+        make([(1, fds[:1], []), (peer, fds[2:], []), (3, fds[1:2], [])], ranks=4)
     assert not any(map(is_open, fds))
     far_first.close()
     far_third.close()
 
 
-@pytest.mark.parametrize("link", [("tcp", 1), ("udp", 1, [3]), ("tcp", "one", [3]), ()])
-def test_a_malformed_link_leaves_descriptors_open(link: tuple[Any, ...]) -> None:
-    doorbell = make_eventfd()
-    with pytest.raises(TypeError, match="a link is neither"):
-        make([link], doorbell, ranks=2)
-    assert is_open(doorbell)
-    os.close(doorbell)
+@pytest.mark.parametrize(
+    ("ring", "tile", "ranks"),
+    [
+        (4096, 0, [0, 1, 2]),  # an eventfd is not shared memory
+        (1000, 0, [0, 1, 2]),  # 1000 is no size of a ring
+        (4096, 100, [0, 1, 2]),  # 100 is no size of a tile
+        (4096, 4096, [0, 1]),  # a segment is for all ranks
+        (4096, 0, [1, 2]),  # this rank has no place
+        (4096, 0, [0, 1, 9]),  # rank 9 does not exist
+        (4096, 0, []),
+    ],
+)
+def test_bad_memory_is_refused_and_closed(
+    ring: int, tile: int, ranks: list[int]
+) -> None:
+    fd = make_eventfd()
+    with pytest.raises((StatusError, ValueError)):
+        make([], memory=(fd, ring, tile, ranks))
+    assert not is_open(fd)
+
+
+@pytest.mark.parametrize("link", [("tcp", 1), (1, [3]), ("one", [3], []), ()])
+def test_a_malformed_link_is_a_type_error(link: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        make([link], ranks=2)
+
+
+def test_a_call_without_a_link_names_the_peer() -> None:
+    data = np.ones(3, np.float32)
+    communicator = make([], ranks=2)
+    with pytest.raises(StatusError, match="rank 1 has no link") as caught:
+        communicator.execute(ALLREDUCE, SUM, [data], [data], name="x")
+    communicator.close()
+    assert caught.value.rank == 1
 
 
 # -- errors ----------------------------------------------------------------------------

@@ -58,6 +58,8 @@ def layouts(size: int) -> Iterator[list[int]]:
 def applies(op: str, algorithm: str, host: list[int]) -> bool:
     if algorithm in ON_ONE_HOST:
         return len(set(host)) == 1
+    if algorithm == "direct":
+        return len(host) <= 32 or len(set(host)) == 1
     if not algorithm.startswith("hierarchical"):
         return True
     ranks = [host.count(h) for h in sorted(set(host))]

@@ -11,7 +11,7 @@ from ringjax.config import Config
 from ringjax.control.listener import AcceptedConnection
 from ringjax.control.sealed_messages import SessionKeys
 from ringjax.links.descriptors import LinkDescriptors
-from ringjax.links.mesh import MeshFactory
+from ringjax.links.factory import LinkFactory
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import JoinedJob
 from ringjax.run.hosts.job_spec import ListenOptions
@@ -30,8 +30,8 @@ NOTHING = cast(Any, None)
         JoinedJob(NOTHING, SECRET, JOB),
         SessionKeys(send=SECRET, receive=SECRET, link=SECRET),
         AcceptedConnection(cast(socket.socket, None), SECRET),
-        LinkDescriptors(links=[("tcp", 1, [3], [SECRET])], control_keys=[SECRET]),
-        MeshFactory(
+        LinkDescriptors(links=[(1, [3], [SECRET])], control_keys=[SECRET]),
+        LinkFactory(
             rank=0,
             members=(),
             hosts=(),
@@ -41,8 +41,7 @@ NOTHING = cast(Any, None)
             config=Config(secret=SECRET.hex()),
             listener=NOTHING,
             loss_monitor=NOTHING,
-            shm_bytes=NOTHING,
-            segment_bytes=NOTHING,
+            host_bytes=NOTHING,
             log=NOTHING,
         ),
         ListenOptions(addresses=[], port=0, secret=SECRET, job=JOB),

@@ -12,8 +12,11 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <numeric>
 #include <utility>
 
 #include "binding/module.h"
@@ -145,40 +148,86 @@ CommunicatorOptions MakeOptions(int id, std::string name, int rank,
   return o;
 }
 
-// The description of a link that Python passes; see _native.pyi.
-struct LinkEnds {
-  size_t peer;
-  bool shared;
-  int side = 0;
-  size_t ring_bytes = 0;
-  pid_t process = 0;
-  std::vector<int> fds;
-  std::vector<std::string> keys = {};
+// A TCP link as Python passes it: peer, sockets, keys (or none); see _native.pyi.
+using LinkSockets = std::tuple<int, std::vector<int>, nb::list>;
+// The memory that ranks of this host share: memfd, bytes of a ring, bytes of a tile of
+// the shared segment (or 0), and the ranks in the order of their indices.
+using SharedMemory = std::tuple<int, size_t, size_t, std::vector<int>>;
+
+// A Python object that threads without the GIL, and the end of the process, may
+// destroy.
+class PythonObject {
+ public:
+  explicit PythonObject(nb::object object) : object_(std::move(object)) {}
+  ~PythonObject() {
+    if (!Py_IsInitialized()) {
+      object_.release();
+      return;
+    }
+    nb::gil_scoped_acquire gil;
+    object_.reset();
+  }
+  PythonObject(const PythonObject&) = delete;
+  PythonObject& operator=(const PythonObject&) = delete;
+  const nb::object& get() const { return object_; }
+
+ private:
+  nb::object object_;
 };
 
-LinkEnds ReadLink(const nb::tuple& link) {
-  try {  // check sizes first: nb::tuple does not check its bounds
-    const std::string kind = link.size() > 2 ? nb::cast<std::string>(link[0]) : "";
-    if (kind == "shm" && link.size() == 7)
-      return {
-          nb::cast<size_t>(link[1]), true,
-          nb::cast<int>(link[3]),    nb::cast<size_t>(link[4]),
-          nb::cast<pid_t>(link[6]),  {nb::cast<int>(link[2]), nb::cast<int>(link[5])}};
-    if (kind == "tcp" && (link.size() == 3 || link.size() == 4))
-      return {nb::cast<size_t>(link[1]),
-              false,
-              0,
-              0,
-              0,
-              nb::cast<std::vector<int>>(link[2]),
-              link.size() == 4 ? KeysOf(link[3]) : std::vector<std::string>()};
-  } catch (const nb::cast_error&) {
+// Makes TCP links from connected sockets, of which it takes ownership.
+Status AddLinks(const std::vector<LinkSockets>& sockets, int rank,
+                std::vector<std::unique_ptr<Link>>* links) {
+  std::vector<Descriptors> owned;
+  for (const auto& link : sockets) owned.emplace_back(std::get<1>(link));
+  for (size_t i = 0; i < sockets.size(); ++i) {
+    const auto peer = static_cast<size_t>(std::get<0>(sockets[i]));
+    if (peer >= links->size() || static_cast<int>(peer) == rank || (*links)[peer])
+      return Status(Code::kInvalidArgument,
+                    "a link names a peer that is not there, or twice");
+    auto link = MakeTcpLink(owned[i].Release(), KeysOf(std::get<2>(sockets[i])));
+    if (!link.ok()) return link.status();
+    (*links)[peer] = std::move(link.value());
   }
-  throw nb::type_error("ringjax: a link is neither a shm nor a tcp tuple");
+  return OkStatus();
 }
 
-// A shared segment as Python passes it: memfd, bytes of a tile, doorbells by rank.
-using SegmentEnds = std::tuple<int, size_t, std::vector<int>>;
+// Opens links on demand: in memory to the ranks that share memory with this rank, and
+// by the Python function `connect` to all other ranks. `index_of` has the index of each
+// rank in the memory of `doorbell`, or -1.
+LinkOpener OpenerOf(int rank, Doorbell* doorbell, std::vector<int> index_of,
+                    const nb::object& connect) {
+  const auto python =
+      connect.is_none() ? nullptr : std::make_shared<PythonObject>(connect);
+  return [=](std::span<const int> peers, const std::function<bool()>& stopped,
+             std::vector<std::unique_ptr<Link>>* links) -> Status {
+    std::vector<int> by_sockets;
+    for (const int peer : peers) {
+      const int index = index_of[static_cast<size_t>(peer)];
+      if (index < 0) {
+        by_sockets.push_back(peer);
+        continue;
+      }
+      Result<std::unique_ptr<Link>> link = MakeRingLink(doorbell, index);
+      if (!link.ok()) return {link.status().code(), link.status().message(), rank};
+      (*links)[static_cast<size_t>(peer)] = std::move(link.value());
+    }
+    if (by_sockets.empty()) return OkStatus();
+    if (!python || !Py_IsInitialized())
+      return {Code::kInternal, "has no link", by_sockets[0]};
+    const nb::gil_scoped_acquire gil;
+    try {
+      const auto [sockets, culprit, reason] =
+          nb::cast<std::tuple<std::vector<LinkSockets>, int, std::string>>(
+              python->get()(by_sockets, nb::cpp_function(stopped)));
+      if (!reason.empty()) return {Code::kUnavailable, reason, culprit};
+      return AddLinks(sockets, rank, links);
+    } catch (const std::exception& error) {
+      return {Code::kInternal, std::string("has no link: ") + error.what(),
+              by_sockets[0]};
+    }
+  };
+}
 
 // Registers the communicator in place of `previous`, the entry with the same id.
 void RegisterAfter(const std::shared_ptr<Communicator>& c, Registered previous) {
@@ -201,21 +250,15 @@ void RegisterAfter(const std::shared_ptr<Communicator>& c, Registered previous) 
 std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
-    const std::vector<nb::tuple>& links, int doorbell, const nb::dict& options,
-    const std::optional<SegmentEnds>& segment, std::shared_ptr<ResilientComm> resilient,
-    std::shared_ptr<Communicator> ending) {
-  std::vector<LinkEnds> ends;
-  for (const nb::tuple& link : links) ends.push_back(ReadLink(link));
+    const std::vector<LinkSockets>& links, const std::optional<SharedMemory>& memory,
+    const std::string& doorbell, const nb::dict& options, const nb::object& connect,
+    std::shared_ptr<ResilientComm> resilient, std::shared_ptr<Communicator> ending) {
   // From here on the core owns all descriptors, and closes them if this code throws.
-  auto bell = std::make_unique<Doorbell>(doorbell);
-  std::vector<Descriptors> descriptors;
-  for (const LinkEnds& e : ends) descriptors.emplace_back(e.fds);
-  Descriptors of_segment;
-  if (segment) {
-    std::vector<int> fds = std::get<2>(*segment);
-    fds.push_back(std::get<0>(*segment));
-    of_segment = Descriptors(std::move(fds));
-  }
+  std::vector<int> fds;
+  for (const auto& link : links)
+    fds.insert(fds.end(), std::get<1>(link).begin(), std::get<1>(link).end());
+  Descriptors sockets(std::move(fds));
+  Descriptors memfd(memory ? std::vector{std::get<0>(*memory)} : std::vector<int>());
   if (ending && (!resilient || ending->resilient()->repairs()))
     throw nb::value_error(
         "ringjax: only a resilient communicator ends with one that is not");
@@ -223,33 +266,45 @@ std::shared_ptr<Communicator> MakeCommunicator(
   o.end_barrier = std::move(ending);
   o.job = job;
   o.epoch = epoch;
-  std::vector<std::unique_ptr<Link>> made(hosts.size());
-  for (size_t i = 0; i < ends.size(); ++i) {
-    const LinkEnds& e = ends[i];
-    if (e.peer >= made.size() || static_cast<int>(e.peer) == rank || made[e.peer])
-      throw nb::value_error("ringjax: a link names a peer that is not there, or twice");
-    std::vector<int> fds = descriptors[i].Release();
-    auto link = e.shared ? MakeShmLink(fds[0], e.side, e.ring_bytes, fds[1], e.process)
-                         : MakeTcpLink(std::move(fds), e.keys);
-    Raise(link.status());
-    made[e.peer] = std::move(link.value());
+  std::vector<int> index_of(hosts.size(), -1);
+  std::unique_ptr<Doorbell> bell;
+  if (memory) {
+    const auto& [fd, ring_bytes, tile_bytes, ranks] = *memory;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      if (static_cast<size_t>(ranks[i]) >= hosts.size())
+        throw nb::value_error("ringjax: a rank that shares memory does not exist");
+      index_of[static_cast<size_t>(ranks[i])] = static_cast<int>(i);
+    }
+    const int index = index_of[static_cast<size_t>(rank)];
+    if (index < 0) throw nb::value_error("ringjax: this rank has no place in memory");
+    if (tile_bytes > 0 && ranks.size() != hosts.size())
+      throw nb::value_error("ringjax: a shared segment needs all ranks on one host");
+    const HostLayout layout{static_cast<int>(ranks.size()), ring_bytes, tile_bytes};
+    auto map = HostMemory::Map(memfd.Release()[0], layout);
+    Raise(map.status());
+    bell = std::make_unique<Doorbell>(std::move(map.value()), index, doorbell);
+  } else {
+    bell = std::make_unique<Doorbell>();
   }
-  for (size_t r = 0; r < made.size(); ++r)
-    if (!made[r] && static_cast<int>(r) != rank)
-      throw nb::value_error("ringjax: a link is missing");
-  std::unique_ptr<SharedSegment> shared;
-  if (segment) {
-    const auto& [memory, tile_bytes, bells] = *segment;
-    if (bells.size() != hosts.size())
-      throw nb::value_error(
-          "ringjax: a shared segment needs the doorbells of all ranks");
-    of_segment.Release();
-    auto b = MakeShmSegment(memory, rank, tile_bytes, bells);
-    Raise(b.status());
-    shared = std::move(b.value());
+  if (std::count(index_of.begin(), index_of.end(), -1) > 0 && hosts.size() > 1)
+    Raise(bell->Open());
+  std::vector<std::unique_ptr<Link>> made(hosts.size());
+  sockets.Release();
+  Raise(AddLinks(links, rank, &made));
+  o.open_links = OpenerOf(rank, bell.get(), index_of, connect);
+  std::unique_ptr<SharedSegment> segment;
+  if (memory && std::get<2>(*memory) > 0) {
+    segment = std::make_unique<SharedSegment>(bell.get());
+  } else {
+    // Peers begin rounds over these links at any time (Rounds::LookForRound).
+    std::vector<int> near;
+    for (size_t r = 0; r < index_of.size(); ++r)
+      if (index_of[r] >= 0 && static_cast<int>(r) != rank)
+        near.push_back(static_cast<int>(r));
+    Raise(o.open_links(near, nullptr, &made));
   }
   auto c = std::make_shared<Communicator>(
-      std::move(o), std::move(made), std::move(bell), std::move(shared), resilient);
+      std::move(o), std::move(made), std::move(bell), std::move(segment), resilient);
   // A communicator of an elastic job is registered later, by Install.
   if (!resilient) RegisterAfter(c, {});
   return c;
@@ -286,29 +341,24 @@ std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& ho
   const size_t tile = static_cast<size_t>(Number(options, "tile_bytes", 0));
   if (tile > 0 && !IsTileSize(tile))
     throw nb::value_error("ringjax: tile_bytes must be a multiple of 4096");
-  std::vector<std::unique_ptr<Doorbell>> bells;
-  std::vector<std::vector<std::unique_ptr<Link>>> links(size);
-  std::vector<int> members;
-  for (int r = 0; r < size; ++r) {
-    bells.push_back(NewBell());
-    links[r].resize(size);
-    members.push_back(r);
-  }
-  for (int a = 0; a < size; ++a)
-    for (int b = a + 1; b < size; ++b)
-      std::tie(links[a][b], links[b][a]) =
-          MakeLocalLinks(ring, bells[a].get(), bells[b].get());
-  std::vector<std::unique_ptr<SharedSegment>> segments(size);
-  if (tile > 0 && size > 1 && OnOneHost(hosts)) {
-    std::vector<Doorbell*> all;
-    for (const auto& bell : bells) all.push_back(bell.get());
-    segments = MakeLocalSegments(tile, all);
-  }
+  const bool shares = tile > 0 && size > 1 && OnOneHost(hosts);
+  const auto memory = HostMemory::Local({size, ring, shares ? tile : 0});
+  static std::atomic<int> worlds{0};
+  const std::string name =
+      "world-" + std::to_string(getpid()) + "-" + std::to_string(++worlds);
+  std::vector<int> members(hosts.size());
+  std::iota(members.begin(), members.end(), 0);
   std::vector<std::shared_ptr<Communicator>> world;
-  for (int r = 0; r < size; ++r)
+  for (int r = 0; r < size; ++r) {
+    auto bell = std::make_unique<Doorbell>(memory, r, name);
+    std::vector<std::unique_ptr<Link>> links(hosts.size());
+    for (int peer = 0; peer < size; ++peer)
+      if (peer != r) links[peer] = std::move(MakeRingLink(bell.get(), peer).value());
+    auto segment = shares ? std::make_unique<SharedSegment>(bell.get()) : nullptr;
     world.push_back(std::make_shared<Communicator>(
-        MakeOptions(0, "local", r, hosts, members, options), std::move(links[r]),
-        std::move(bells[r]), std::move(segments[r])));
+        MakeOptions(0, "local", r, hosts, members, options), std::move(links),
+        std::move(bell), std::move(segment)));
+  }
   return world;
 }
 
@@ -317,8 +367,9 @@ std::vector<std::shared_ptr<Communicator>> LocalWorld(const std::vector<int>& ho
 void BindHostCommunicator(nb::module_& m) {
   nb::class_<Communicator>(m, "Communicator")
       .def(nb::new_(&MakeCommunicator), nb::kw_only(), "id"_a, "name"_a, "job"_a,
-           "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a, "doorbell"_a,
-           "options"_a, "segment"_a = nb::none(), "resilient"_a = nb::none(),
+           "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a,
+           "memory"_a = nb::none(), "doorbell"_a = "", "options"_a,
+           "connect"_a = nb::none(), "resilient"_a = nb::none(),
            "ending"_a = nb::none())
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
@@ -375,7 +426,13 @@ void BindHostCommunicator(nb::module_& m) {
           },
           "message"_a, "rank"_a = -1);
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
-  m.def("segment_bytes", &SharedSegmentBytes, "size"_a, "tile_bytes"_a);
+  m.def(
+      "host_bytes",
+      [](int ranks, size_t ring_bytes, size_t tile_bytes) {
+        const HostLayout layout{ranks, ring_bytes, tile_bytes};
+        return std::pair(FixedHostBytes(layout), HostBytes(layout));
+      },
+      "ranks"_a, "ring_bytes"_a, "tile_bytes"_a);
 }
 
 }  // namespace ringjax

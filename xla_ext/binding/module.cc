@@ -85,6 +85,16 @@ bool MainThreadInterrupted() {
   return true;
 }
 
+// Makes an eventfd. Raises OSError on failure.
+std::unique_ptr<EventFd> NewEventFd() {
+  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (fd < 0) {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return std::make_unique<EventFd>(fd);
+}
+
 int CallFailureCallback(void*) {
   if (failure_callback == nullptr) return 0;
   PyObject* result = PyObject_CallNoArgs(failure_callback);
@@ -98,15 +108,6 @@ int CallFailureCallback(void*) {
 
 double Number(const nb::dict& options, const char* key, double otherwise) {
   return options.contains(key) ? nb::cast<double>(options[key]) : otherwise;
-}
-
-std::unique_ptr<Doorbell> NewBell() {
-  const int fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (fd < 0) {
-    PyErr_SetFromErrno(PyExc_OSError);
-    throw nb::python_error();
-  }
-  return std::make_unique<Doorbell>(fd);
 }
 
 DType AsDType(int64_t number) {
@@ -166,14 +167,14 @@ nb::object DifferenceOf(const std::vector<uint64_t>& hashes, const std::string& 
 
 // Makes a doorbell with a duplicate of `eventfd`, which the caller keeps. Returns null
 // if `eventfd` is negative.
-std::unique_ptr<Doorbell> CopyOf(int eventfd) {
+std::unique_ptr<EventFd> CopyOf(int eventfd) {
   if (eventfd < 0) return nullptr;
   const int copy = fcntl(eventfd, F_DUPFD_CLOEXEC, 0);
   if (copy < 0) {
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  return std::make_unique<Doorbell>(copy);
+  return std::make_unique<EventFd>(copy);
 }
 
 std::shared_ptr<Heartbeat> MakeHeartbeat(int rank, std::vector<std::string> hosts,
@@ -190,7 +191,7 @@ std::shared_ptr<Heartbeat> MakeHeartbeat(int rank, std::vector<std::string> host
   Descriptors ours(std::move(fds));
   for (std::string& host : hosts) host = Printable(host, 64);
   Raise(CheckKeys(keys, peers.size()));
-  auto bell = NewBell();
+  auto bell = NewEventFd();
   auto notify_bell = CopyOf(notify), inquire_bell = CopyOf(inquire);
   ours.Release();
   try {
@@ -315,7 +316,6 @@ NB_MODULE(_native, m) {
   m.def("hash_memory", &HashMemory, "pieces"_a);
   m.def("difference", &DifferenceOf, "hashes"_a, "names"_a, "members"_a, "rank"_a,
         "greatest"_a);
-  m.def("shm_bytes", &ShmBytes, "ring_bytes"_a);
   m.def(
       "set_failure_hook",
       [](nb::object f) {

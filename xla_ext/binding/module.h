@@ -12,7 +12,7 @@
 #include "base/status.h"
 #include "collective/table.h"
 #include "device/cuda_communicator.h"
-#include "transport/link.h"
+#include "transport/event_fd.h"
 
 namespace ringjax {
 
@@ -41,9 +41,6 @@ class Descriptors {
  private:
   std::vector<int> fds_;
 };
-
-// Makes a doorbell with a new eventfd. Raises OSError on failure.
-std::unique_ptr<Doorbell> NewBell();
 
 // Returns the contents of a list of bytes objects.
 std::vector<std::string> KeysOf(const nanobind::handle& list);

@@ -16,6 +16,12 @@ using namespace collective;  // NOLINT: the table lists this namespace
 
 bool Always(const Topology&) { return true; }
 bool HasSharedSegment(const Topology& topology) { return topology.segment; }
+// With more ranks on several hosts, P - 1 streams would enter each host, and each rank
+// would need links to all others.
+constexpr int kMostDirect = 32;
+bool HasFewRanks(const Topology& topology) {
+  return topology.size <= kMostDirect || OnOneHost(topology.host);
+}
 
 constexpr auto kAllreduce = Collective::kAllreduce;
 constexpr auto kAllgather = Collective::kAllgather;
@@ -25,6 +31,7 @@ constexpr auto kAlltoall = Collective::kAlltoall;
 
 constexpr std::string_view kHosts = "several ranks on several hosts";
 constexpr std::string_view kSharedMemory = "memory that all ranks share";
+constexpr std::string_view kFewRanks = "one host or at most 32 ranks";
 
 #define RJ_ROW(op, name, generator, applies, needs) \
   Algorithm { op, name, generator, applies, needs, generator##Cost }
@@ -33,7 +40,7 @@ constexpr std::string_view kSharedMemory = "memory that all ranks share";
 constexpr std::array kTable = {
     Algorithm{kAllreduce, kShared, DirectAllreduce, HasSharedSegment, kSharedMemory,
               SharedAllreduceCost},
-    RJ_ROW(kAllreduce, "direct", DirectAllreduce, Always, ""),
+    RJ_ROW(kAllreduce, "direct", DirectAllreduce, HasFewRanks, kFewRanks),
     RJ_ROW(kAllreduce, "ring", RingAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "halving", HalvingAllreduce, Always, ""),
     RJ_ROW(kAllreduce, "tree", TreeAllreduce, Always, ""),
@@ -41,17 +48,17 @@ constexpr std::array kTable = {
     RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy, kHosts),
     RJ_ROW(kAllreduce, "hierarchical_halving", HierarchicalHalvingAllreduce,
            HasHierarchy, kHosts),
-    RJ_ROW(kAllgather, "direct", DirectAllgather, Always, ""),
+    RJ_ROW(kAllgather, "direct", DirectAllgather, HasFewRanks, kFewRanks),
     RJ_ROW(kAllgather, "ring", RingAllgather, Always, ""),
     RJ_ROW(kAllgather, "bruck", BruckAllgather, Always, ""),
     RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy, kHosts),
     RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always, ""),
-    RJ_ROW(kBroadcast, "direct", DirectBroadcast, Always, ""),
+    RJ_ROW(kBroadcast, "direct", DirectBroadcast, HasFewRanks, kFewRanks),
     RJ_ROW(kBroadcast, "chain", ChainBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "hierarchical", HierarchicalBroadcast, HasHierarchy, kHosts),
     Algorithm{kReducescatter, kShared, DirectReducescatter, HasSharedSegment,
               kSharedMemory, SharedReducescatterCost},
-    RJ_ROW(kReducescatter, "direct", DirectReducescatter, Always, ""),
+    RJ_ROW(kReducescatter, "direct", DirectReducescatter, HasFewRanks, kFewRanks),
     RJ_ROW(kReducescatter, "ring", RingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "hierarchical", HierarchicalReducescatter, HasEvenHierarchy,

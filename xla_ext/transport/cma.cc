@@ -27,21 +27,15 @@ Status Closed() { return Status(Code::kUnavailable, "the peer closed the link");
 
 }  // namespace
 
-CmaEndpoint::CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed,
-                         pid_t peer_pid, Waker* waker)
-    : own_(own),
-      peer_(peer),
-      closed_(closed),
-      waker_(waker),
-      peer_pid_(peer_pid),
-      peer_memory_(0, {}) {
+CmaEndpoint::CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed, Waker* waker)
+    : own_(own), peer_(peer), closed_(closed), waker_(waker), peer_memory_(0, {}) {
   own_->proof = OwnProof();  // a plain store: the ring's first byte releases the proof
 }
 
 void CmaEndpoint::Probe() {
   probed_ = true;
   // A plain load is enough: reading the ring's first byte has acquired the proof.
-  peer_memory_ = ProcessMemory(peer_pid_, peer_->proof);
+  peer_memory_ = ProcessMemory(waker_->Process(), peer_->proof);
   can_read_ = peer_memory_.CanRead();
   StoreShared(own_->can_read, can_read_ ? kCanRead : kCannotRead);
 }

@@ -51,9 +51,12 @@ struct CmaState {
 inline constexpr uint32_t kCanRead = 1;
 inline constexpr uint32_t kCannotRead = 2;
 
-// Wakes the peer of a link through its doorbell. RingLink implements it.
+// Wakes the peer of a link, and tells which process the peer is. RingLink implements
+// it.
 class Waker {
  public:
+  // Returns the peer's process id (HostMemory::ProcessOf).
+  virtual pid_t Process() const = 0;
   // Rings if the peer sleeps until one of `events` (kWantsBytes, kWantsRoom).
   virtual void WakeIf(uint32_t events) = 0;
 
@@ -70,9 +73,8 @@ class CmaEndpoint {
  public:
   // Publishes the proof of this process. Must run before this side writes its first
   // byte into the ring: the peer reads the proof once that byte has arrived. `closed`
-  // is the peer's flag in shared memory; `peer_pid` is as in ProcessMemory.
-  CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed, pid_t peer_pid,
-              Waker* waker);
+  // is the peer's flag in shared memory.
+  CmaEndpoint(CmaState* own, CmaState* peer, uint32_t* closed, Waker* waker);
 
   // The first call tests whether this process can read the peer's memory, and publishes
   // the result. Must not run before the first byte from the peer has arrived.
@@ -190,7 +192,6 @@ class CmaEndpoint {
   CmaState* peer_;
   uint32_t* closed_;
   Waker* waker_;
-  pid_t peer_pid_;
   ProcessMemory peer_memory_;
   bool probed_ = false, can_read_ = false, fell_back_ = false, awaits_exposed_ = false;
   // This side's counts. Their copies in shared memory are never read back.

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "base/status.h"
-#include "transport/descriptor.h"
 
 namespace ringjax {
 
 class CmaEndpoint;
+class Doorbell;
 
 // An object that can wake a sleeping rank: a link or a shared segment.
 class Waitable {
@@ -63,34 +63,10 @@ class Link : public Waitable {
   virtual Result<bool> Flush() = 0;
 };
 
-// The eventfd of a rank (the owner), by which peers that share memory with the owner
-// wake it. The owner polls `fd`, and drains the doorbell after it has woken up.
-class Doorbell {
- public:
-  explicit Doorbell(int fd);  // takes ownership; makes it non-blocking
-  Doorbell(const Doorbell&) = delete;
-  int fd() const { return fd_.get(); }
-  void Ring();  // callable from any thread
-  void Drain();
-
- private:
-  Descriptor fd_;
-};
-
-// Makes a link over shared memory. `memfd` holds both directions of the link, `side` is
-// 0 on the lower rank and 1 on the higher, `peer_doorbell` is the peer's eventfd. Takes
-// ownership of both descriptors, even on failure. The creator of the memfd must have
-// given it ShmBytes(ring_bytes) bytes and sealed it; otherwise fails with
-// kInvalidArgument. `peer` is the peer's process id from SO_PEERCRED; 0 means that the
-// process id is unknown, so this side does not read the peer's memory.
-size_t ShmBytes(size_t ring_bytes);
-Result<std::unique_ptr<Link>> MakeShmLink(int memfd, int side, size_t ring_bytes,
-                                          int peer_doorbell, pid_t peer);
-
-// Makes both ends of a link between two threads that act as ranks (tests, sanitizers).
-// doorbell0 must outlive the first end, doorbell1 the second.
-std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> MakeLocalLinks(
-    size_t ring_bytes, Doorbell* doorbell0, Doorbell* doorbell1);
+// Makes the end of a link over the memory that the owner of the doorbell shares with
+// the rank `peer` (an index in that memory). The doorbell must outlive the link. Fails
+// with kUnavailable if the host has no memory left for the rings of the pair.
+Result<std::unique_ptr<Link>> MakeRingLink(Doorbell* doorbell, int peer);
 
 // Makes a link over TCP. `sockets` are connected and authenticated, and both ends pass
 // equally many in the same order; long messages are striped over them. Takes ownership

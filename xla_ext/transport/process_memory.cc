@@ -18,13 +18,13 @@ struct ProofNumber {
   std::mutex mutex;
   pid_t pid = 0;
   uint64_t number = 0;
-} own;
+} drawn;
 
 }  // namespace
 
 Proof OwnProof() {
-  const std::lock_guard lock(own.mutex);
-  if (own.pid != getpid()) {
+  const std::lock_guard lock(drawn.mutex);
+  if (drawn.pid != getpid()) {
     // Process 1 must not get the permission to read this process: all processes descend
     // from process 1, even those of other jobs. getppid returns 0 if the parent is in
     // another PID namespace; PR_SET_PTRACER with 0 would take back a permission set by
@@ -32,10 +32,10 @@ Proof OwnProof() {
     if (const pid_t parent = getppid(); parent > 1)
       prctl(PR_SET_PTRACER, static_cast<unsigned long>(parent), 0, 0, 0);
     std::random_device random;
-    own.number = (uint64_t{random()} << 32) | random();
-    own.pid = getpid();
+    drawn.number = (uint64_t{random()} << 32) | random();
+    drawn.pid = getpid();
   }
-  return {reinterpret_cast<uintptr_t>(&own.number), own.number};
+  return {reinterpret_cast<uintptr_t>(&drawn.number), drawn.number};
 }
 
 ptrdiff_t ProcessMemory::Read(std::span<const iovec> to,

@@ -1,8 +1,8 @@
 // The memory of another process of this host, read with process_vm_readv(2).
 //
-// The process id must come from the kernel (SO_PEERCRED) and not from the peer. A peer
-// that could choose the process id could make this process read, on the peer's behalf,
-// memory that the peer itself may not read.
+// The process id must be verified (HostMemory::ProcessOf). A peer that could choose the
+// process id could make this process read, on the peer's behalf, memory that the peer
+// itself may not read.
 #pragma once
 
 #include <sys/types.h>

@@ -39,24 +39,36 @@ size_t MovePieces(std::span<const iovec> pieces, const Move& move,
   return moved;
 }
 
-std::byte* RingData(std::byte* block, int side, size_t ring_bytes) {
-  return block + kPairHeader + static_cast<size_t>(side) * ring_bytes;
-}
-
 }  // namespace
 
-RingLink::RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer)
-    : pair_(reinterpret_cast<RingPair*>(block)),
-      own_(&pair_->sides[side]),
-      peer_(&pair_->sides[1 - side]),
-      out_(&pair_->positions[side], RingData(block, side, ring_bytes), ring_bytes),
-      in_(&pair_->positions[1 - side], RingData(block, 1 - side, ring_bytes),
-          ring_bytes),
-      cma_(&own_->cma, &peer_->cma, &peer_->closed, peer, this) {}
+Result<std::unique_ptr<Link>> MakeRingLink(Doorbell* doorbell, int peer) {
+  const HostMemory& memory = *doorbell->memory();
+  if (peer < 0 || peer >= memory.layout().ranks || peer == doorbell->index())
+    return Status(Code::kInvalidArgument,
+                  "no rank " + std::to_string(peer) + " shares the memory");
+  Result<std::byte*> block = memory.Pair(doorbell->index(), peer);
+  if (!block.ok()) return block.status();
+  return std::unique_ptr<Link>(
+      std::make_unique<RingLink>(block.value(), doorbell, peer));
+}
 
-void RingLink::Close() {
-  StoreShared(own_->closed, uint32_t{1});
-  RingPeer();
+RingLink::RingLink(std::byte* block, Doorbell* doorbell, int peer)
+    : doorbell_(doorbell),
+      peer_index_(peer),
+      pair_(reinterpret_cast<RingPair*>(block)),
+      own_(&pair_->sides[doorbell->index() > peer]),
+      peer_(&pair_->sides[doorbell->index() < peer]),
+      out_(&pair_->positions[doorbell->index() > peer], Ring(doorbell->index() > peer),
+           doorbell->memory()->layout().ring_bytes),
+      in_(&pair_->positions[doorbell->index() < peer], Ring(doorbell->index() < peer),
+          doorbell->memory()->layout().ring_bytes),
+      cma_(&own_->cma, &peer_->cma, &doorbell->words(peer).closed, this) {}
+
+RingLink::~RingLink() { doorbell_->Close(); }
+
+std::byte* RingLink::Ring(int side) const {
+  return reinterpret_cast<std::byte*>(pair_) + kPairHeader +
+         static_cast<size_t>(side) * doorbell_->memory()->layout().ring_bytes;
 }
 
 void RingLink::WakeIf(uint32_t wants) {
@@ -65,7 +77,8 @@ void RingLink::WakeIf(uint32_t wants) {
   // `wants` is cleared, so that a long transfer rings only once. If the peer also waits
   // for the other event, that bit is cleared too, but the peer wakes up in any case.
   const std::atomic_ref<uint32_t> asleep(peer_->wants);
-  if (asleep.exchange(0, std::memory_order_seq_cst) != 0) RingPeer();
+  if (asleep.exchange(0, std::memory_order_seq_cst) != 0)
+    doorbell_->RingPeer(peer_index_);
 }
 
 void RingLink::PublishWritten() {
@@ -81,15 +94,14 @@ void RingLink::PublishRead() {
 Status RingLink::WriteState() const {
   if (out_.broken())
     return Status(Code::kUnavailable, "shared memory is damaged: impossible position");
-  if (LoadShared(peer_->closed) != 0)
-    return Status(Code::kUnavailable, "the peer closed the link");
+  if (HasPeerClosed()) return Status(Code::kUnavailable, "the peer closed the link");
   return OkStatus();
 }
 
 Status RingLink::ReadState() {
   // Bytes that the peer wrote before it closed must still be delivered. So `closed` is
   // loaded before the position: if `closed` is set, the position is final.
-  const bool closed = LoadShared(peer_->closed) != 0;
+  const bool closed = HasPeerClosed();
   const size_t seen = in_.Available(0);
   const size_t available = in_.Available(seen + 1);
   if (in_.broken())
@@ -165,7 +177,7 @@ bool RingLink::Arm(bool want_read, bool want_write, std::vector<pollfd>*) {
   // Pairs with WakeIf: this store precedes the loads of the peer's progress below.
   StoreShared(own_->wants,
               (want_read ? kWantsBytes : 0) | (want_write ? kWantsRoom : 0));
-  if (LoadShared(peer_->closed) != 0) return true;
+  if (HasPeerClosed()) return true;
   bool ready = false;
   if (want_read)
     ready |= cma_.awaits_exposed() ? cma_.HasExposed()

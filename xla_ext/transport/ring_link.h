@@ -1,4 +1,5 @@
-// A link over two byte rings in one shared block: the base of "local" and "shm" links.
+// A link over two byte rings in the memory of a host: a "shm" link, or a "local" link
+// between threads.
 //
 // A side that finds nothing to do marks itself asleep (Arm), looks once more, and polls
 // its doorbell. A side that makes progress rings the peer's doorbell only if the peer
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "transport/cma.h"
+#include "transport/doorbell.h"
 #include "transport/link.h"
 #include "transport/ring_buffer.h"
 
@@ -17,14 +19,13 @@ namespace ringjax {
 // One side's flags. The side that owns them writes them, but the peer clears `wants`.
 struct RingSide {
   alignas(kLineBytes) uint32_t wants;  // events that end the owner's sleep; 0 if awake
-  uint32_t closed;
   CmaState cma;
 };
 inline constexpr uint32_t kWantsBytes = 1;
 inline constexpr uint32_t kWantsRoom = 2;
 
-// The start of a shared block; the two rings follow after kPairHeader bytes. Ring s is
-// written by side s.
+// The start of the memory of a pair; the two rings follow after kPairHeader bytes. Ring
+// s is written by side s.
 struct RingPair {
   RingPositions positions[2];
   RingSide sides[2];
@@ -38,8 +39,16 @@ constexpr bool IsRingSize(size_t bytes) {
   return bytes >= kMinRing && bytes <= kMaxRing && (bytes & (bytes - 1)) == 0;
 }
 
-class RingLink : public Link, private Waker {
+class RingLink final : public Link, private Waker {
  public:
+  // `block` is the memory of the pair (HostMemory::Pair), in the memory of the
+  // doorbell.
+  RingLink(std::byte* block, Doorbell* doorbell, int peer);
+  ~RingLink() override;
+
+  std::string_view transport() const override {
+    return doorbell_->memory()->is_local() ? "local" : "shm";
+  }
   Result<size_t> TryWrite(std::span<const iovec> pieces) override;
   Result<size_t> TryRead(std::span<const iovec> pieces) override;
   Result<std::span<std::byte>> Reserve(size_t limit, size_t granularity) override;
@@ -51,24 +60,22 @@ class RingLink : public Link, private Waker {
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override;
 
- protected:
-  // `block` must stay valid until after Close. `peer` is the peer's process id, or 0.
-  RingLink(std::byte* block, int side, size_t ring_bytes, pid_t peer);
-
-  // Marks this side as closed and wakes the peer. Destructors of derived classes call
-  // Close while the memory and the peer's doorbell are still valid.
-  void Close();
-
  private:
-  virtual void RingPeer() = 0;
+  bool HasPeerClosed() const {
+    return LoadShared(doorbell_->words(peer_index_).closed) != 0;
+  }
+  std::byte* Ring(int side) const;  // the ring that a side writes
   void PublishWritten();
   void PublishRead();
   void WakeIf(uint32_t wants) override;
+  pid_t Process() const override { return doorbell_->memory()->ProcessOf(peer_index_); }
   // Return the state of a direction: ok if bytes may move later, otherwise the reason
   // why no byte will move any more.
   Status WriteState() const;
   Status ReadState();
 
+  Doorbell* const doorbell_;
+  const int peer_index_;
   RingPair* pair_;
   RingSide* own_;
   RingSide* peer_;

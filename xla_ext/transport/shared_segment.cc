@@ -63,17 +63,27 @@ size_t SharedSegmentBytes(int size, size_t tile_bytes) {
                  kPage);
 }
 
-SharedSegment::SharedSegment(std::byte* block, int rank, int size, size_t tile_bytes)
-    : sums_(reinterpret_cast<Sums*>(block)),
-      words_(reinterpret_cast<Words*>(block + sizeof(Sums))),
-      inline_slots_(block + BytesOfWords(size)),
-      areas_(inline_slots_ + BytesOfInlineSlots(size)),
-      rank_(rank),
-      size_(size),
-      inline_bytes_(InlineBytes(size)),
-      inline_sets_(InlineSets(size)),
-      tile_bytes_(tile_bytes),
-      seen_(static_cast<size_t>(size)) {}
+SharedSegment::SharedSegment(Doorbell* doorbell)
+    : doorbell_(doorbell),
+      sums_(reinterpret_cast<Sums*>(doorbell->memory()->segment())),
+      words_(reinterpret_cast<Words*>(sums_ + 1)),
+      inline_slots_(doorbell->memory()->segment() +
+                    BytesOfWords(doorbell->memory()->layout().ranks)),
+      areas_(inline_slots_ + BytesOfInlineSlots(doorbell->memory()->layout().ranks)),
+      rank_(doorbell->index()),
+      size_(doorbell->memory()->layout().ranks),
+      inline_bytes_(InlineBytes(size_)),
+      inline_sets_(InlineSets(size_)),
+      tile_bytes_(doorbell->memory()->layout().tile_bytes),
+      seen_(static_cast<size_t>(size_)),
+      closed_(static_cast<size_t>(size_)) {}
+
+SharedSegment::~SharedSegment() {
+  // A peer that sees the sum, but not that this rank has closed, sleeps until Close
+  // rings.
+  std::atomic_ref<uint32_t>(sums_->closed).fetch_add(1, std::memory_order_seq_cst);
+  doorbell_->Close();
+}
 
 std::byte* SharedSegment::InlineSlot(uint64_t turn, int rank) const {
   const uint64_t set = turn % inline_sets_;
@@ -98,10 +108,12 @@ void SharedSegment::Publish(Counter counter, uint64_t value) {
     Words& words = words_[r];
     const uint32_t asleep = r == rank_ ? kAwake : LoadShared(words.asleep);
     if (asleep == kAwake) continue;
-    if (asleep != kAny && (asleep != kAll + counter || now < LoadShared(words.sum)))
+    if (asleep != kAny && (asleep != kAll + static_cast<uint32_t>(counter) ||
+                           now < LoadShared(words.sum)))
       continue;
     const std::atomic_ref<uint32_t> word(words.asleep);
-    if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake) RingPeer(r);
+    if (word.exchange(kAwake, std::memory_order_seq_cst) != kAwake)
+      doorbell_->RingPeer(r);
   }
 }
 
@@ -112,7 +124,7 @@ uint64_t SharedSegment::Look(Counter counter, int rank) const {
 Status SharedSegment::Poll(Counter counter, int rank, uint64_t value, uint64_t most,
                            uint64_t* known) const {
   // If `closed` is set, the counter that is loaded next is final.
-  const bool closed = LoadShared(words_[rank].closed) != 0;
+  const bool closed = LoadShared(doorbell_->words(rank).closed) != 0;
   const uint64_t now = Look(counter, rank);
   if (now < *known || now > most)
     return Status(Code::kUnavailable, "shared memory is damaged: impossible position",
@@ -152,7 +164,7 @@ bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     Words& seen = seen_[static_cast<size_t>(r)];
-    see(words_[r].closed, seen.closed);
+    see(doorbell_->words(r).closed, closed_[static_cast<size_t>(r)]);
     for (size_t c = 0; c < kCounters; ++c) see(words_[r].counters[c], seen.counters[c]);
   }
   return advanced;
@@ -169,20 +181,13 @@ Waitable* SharedSegment::AllAt(Counter counter, uint64_t value) {
 
 bool SharedSegment::ArmForAll() {
   const uint64_t wanted = words_[rank_].sum;
-  StoreShared(words_[rank_].asleep, uint32_t{kAll} + awaited_);
+  StoreShared(words_[rank_].asleep, uint32_t{kAll} + static_cast<uint32_t>(awaited_));
   const uint64_t sum = LoadShared(sums_->counters[awaited_]);
   const uint32_t closed = LoadShared(sums_->closed);
   const bool changed = sum != sum_seen_, fewer = closed != closed_seen_;
   sum_seen_ = sum;
   closed_seen_ = closed;
   return (changed && sum >= wanted) || fewer;
-}
-
-void SharedSegment::Close() {
-  StoreShared(words_[rank_].closed, uint32_t{1});
-  std::atomic_ref<uint32_t>(sums_->closed).fetch_add(1, std::memory_order_seq_cst);
-  for (int r = 0; r < size_; ++r)
-    if (r != rank_) RingPeer(r);
 }
 
 }  // namespace ringjax

@@ -16,12 +16,13 @@
 #include <vector>
 
 #include "transport/adaptive_copier.h"
+#include "transport/doorbell.h"
 #include "transport/link.h"
 #include "transport/ring_buffer.h"
 
 namespace ringjax {
 
-class SharedSegment : public Waitable {
+class SharedSegment final : public Waitable {
  public:
   // The counters of a rank, none of which ever decreases. kAgreed and kEnded count
   // calls; the others count tiles that have passed a phase (engine/call/tiles.h).
@@ -29,6 +30,11 @@ class SharedSegment : public Waitable {
 
   static constexpr size_t kHeaderBytes = 64;  // header in front of inline data
   static constexpr size_t kTiles = 3;         // tiles in an area
+
+  // The segment is in the memory of the doorbell, which all ranks of the communicator
+  // share. The doorbell must outlive this object.
+  explicit SharedSegment(Doorbell* doorbell);
+  ~SharedSegment() override;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -90,12 +96,6 @@ class SharedSegment : public Waitable {
   // all ranks is woken once, and not each time that a rank arrives.
   Waitable* AllAt(Counter counter, uint64_t value);
 
- protected:
-  // `block` holds zeros at first, and must stay valid until after Close.
-  SharedSegment(std::byte* block, int rank, int size, size_t tile_bytes);
-  // Marks this rank as closed and wakes all peers, for destructors of derived classes.
-  void Close();
-
  private:
   // The words of one rank. Only this rank writes them, except that a peer clears
   // `asleep` when it wakes the rank.
@@ -103,7 +103,7 @@ class SharedSegment : public Waitable {
     alignas(kLineBytes) uint64_t counters[kCounters];
     // kAwake, kAny, or kAll + the counter whose sum over all ranks must reach `sum`.
     alignas(kLineBytes) uint32_t asleep;
-    uint32_t closed, stopped;
+    uint32_t stopped;
     uint64_t sum;
     uint64_t left;  // 1 + the calls that this rank had finished when it left; or 0
   };
@@ -113,6 +113,7 @@ class SharedSegment : public Waitable {
     alignas(kLineBytes) uint64_t counters[kCounters];  // sums of the ranks' counters
     uint32_t closed;                                   // how many ranks have closed
   };
+  static_assert(sizeof(Sums) % kLineBytes == 0);
   class Arrivals final : public Waitable {
    public:
     explicit Arrivals(SharedSegment* segment) : segment_(segment) {}
@@ -125,9 +126,9 @@ class SharedSegment : public Waitable {
     SharedSegment* segment_;
   };
 
-  virtual void RingPeer(int rank) = 0;
   bool ArmForAll();
 
+  Doorbell* const doorbell_;
   Sums* sums_;
   Words* words_;
   std::byte* inline_slots_;
@@ -139,7 +140,8 @@ class SharedSegment : public Waitable {
   uint64_t own_[kCounters] = {};
   uint64_t cursor_ = 0;
   AdaptiveCopier copier_;
-  std::vector<Words> seen_;  // the words of each rank when Arm looked last
+  std::vector<Words> seen_;       // the words of each rank when Arm looked last
+  std::vector<uint32_t> closed_;  // `closed` of each rank at that time
   Arrivals arrivals_{this};
   Counter awaited_ = kAgreed;  // the counter of the last AllAt
   // The values when ArmForAll looked last. A value that has not changed since then does
@@ -157,16 +159,5 @@ class SharedSegment : public Waitable {
 // IsTileSize(tile_bytes): a positive multiple of 4096, at most 256 MiB.
 size_t SharedSegmentBytes(int size, size_t tile_bytes);
 bool IsTileSize(size_t tile_bytes);
-
-// Makes this rank's end of a shared segment between processes. `memfd` must have
-// SharedSegmentBytes bytes and be sealed. doorbells[r] is the eventfd of rank r
-// (ignored for this rank). Takes ownership of all descriptors, even on failure.
-Result<std::unique_ptr<SharedSegment>> MakeShmSegment(
-    int memfd, int rank, size_t tile_bytes, const std::vector<int>& doorbells);
-
-// Makes the ends of a shared segment between threads of one process that act as ranks.
-// doorbells[r] must outlive end r.
-std::vector<std::unique_ptr<SharedSegment>> MakeLocalSegments(
-    size_t tile_bytes, const std::vector<Doorbell*>& doorbells);
 
 }  // namespace ringjax

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.timeout(150)
 ALL_POINTS = (
     "call.agreed#40 recovery.halted recovery.reported join.ready pause.said "
     "call.moving#40 recovery.linked#2 state.described recovery.installed#2 "
-    "join.admitted pause.asked call.complete#40 recovery.completed#2 mesh.called "
-    "epoch.install#3 mesh.shared pause.over call.closed#40 commit.saved#5 "
+    "join.admitted pause.asked call.complete#40 recovery.completed#2 links.called "
+    "epoch.install#3 links.shared pause.over call.closed#40 commit.saved#5 "
     "memory.map recovery.linked recovery.installed agreement.halfway state.chunk"
 )
 
@@ -91,7 +91,7 @@ def test_a_member_dies_while_a_newcomer_is_being_connected(
 ) -> None:
     # Each epoch connects two communicators, so #3 is in the second epoch, which worker
     # 2 should join. Worker 2 joins in the epoch after that, the repair.
-    points = {1: "mesh.called#3"}
+    points = {1: "links.called#3"}
     chaos = ChaosJob(
         *(start_job, tmp_path, 2),
         env=failpoint_env(points),

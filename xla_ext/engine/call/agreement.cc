@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "engine/call/descriptor.h"
@@ -32,6 +33,8 @@ class Exchange {
   // `sent` bytes of `out` were sent before. An error has the rank of the peer.
   Status SendReceive(int to, iovec out, int from, iovec in, size_t sent = 0) {
     size_t received = 0;
+    const int peers[] = {to, from};
+    RJ_TRY(Require(peers));
     Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
     bool flushed = false;
     while (!flushed || received < in.iov_len) {
@@ -78,7 +81,12 @@ class Exchange {
   // `*sent`.
   Status Push(int to, iovec out, size_t* sent) {
     bool moved = false;
+    RJ_TRY(Require({&to, 1}));
     return Move(to, endpoints_.links[to]->TryWrite(Rest(out, 0)), sent, &moved);
+  }
+
+  Status Require(std::span<const int> peers) const {
+    return endpoints_.require ? endpoints_.require(peers) : OkStatus();
   }
 
  private:
@@ -267,6 +275,51 @@ Status ExchangeOverLinks(const Frame& mine, const std::string& own,
   return OkStatus();
 }
 
+// Sends texts on, as ExchangeOverLinks does with blocks, until every rank has the texts
+// of all ranks. `*texts` holds the text of this rank, and strings of the right lengths
+// for the others.
+Status ForwardTexts(const Endpoints& endpoints, Waiter* waiter,
+                    std::vector<std::string>* texts) {
+  const int size = static_cast<int>(endpoints.links.size());
+  Exchange exchange(endpoints, waiter);
+  for (int reach = 1; reach < size; reach *= 2) {
+    const int from = (endpoints.rank + reach) % size;
+    std::string out, in;
+    size_t coming = 0;
+    for (int i = 0; i < std::min(reach, size - reach); ++i) {
+      out += (*texts)[(endpoints.rank + i) % size];
+      coming += (*texts)[(from + i) % size].size();
+    }
+    in.resize(coming);
+    RJ_TRY(exchange.SendReceive((endpoints.rank - reach + size) % size,
+                                {out.data(), out.size()}, from,
+                                {in.data(), in.size()}));
+    for (size_t i = 0, at = 0; at < coming; ++i) {
+      std::string& text = (*texts)[(static_cast<size_t>(from) + i) % texts->size()];
+      text.assign(in, at, text.size());
+      at += text.size();
+    }
+  }
+  return OkStatus();
+}
+
+// Sends on the texts that are longer than `most`, the length up to which `*all` has
+// them. frames[r].bytes is the length of the text of rank r.
+Status ForwardRest(const std::vector<Frame>& frames, uint64_t most,
+                   const std::string& own, const Endpoints& endpoints, Waiter* waiter,
+                   std::vector<std::string>* all) {
+  const auto is_rest = [most](const Frame& f) { return f.bytes > most; };
+  if (std::none_of(frames.begin(), frames.end(), is_rest)) return OkStatus();
+  std::vector<std::string> rest(frames.size());
+  for (size_t r = 0; r < frames.size(); ++r)
+    if (is_rest(frames[r])) rest[r].resize(frames[r].bytes);
+  if (own.size() > most) rest[static_cast<size_t>(endpoints.rank)] = own;
+  RJ_TRY(ForwardTexts(endpoints, waiter, &rest));
+  for (size_t r = 0; r < frames.size(); ++r)
+    if (is_rest(frames[r])) (*all)[r] = std::move(rest[r]);
+  return OkStatus();
+}
+
 }  // namespace
 
 Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
@@ -311,25 +364,19 @@ Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool in_tiles,
 Status ExchangeTexts(const Frame& frame, const std::string& own,
                      const Endpoints& endpoints, Waiter* waiter,
                      std::vector<std::string>* texts) {
-  const int size = static_cast<int>(endpoints.links.size());
-  Exchange exchange(endpoints, waiter);
-  std::string text(Cut(own, kMaxText));
-  texts->assign(size, "");
-  (*texts)[endpoints.rank] = text;
-  Frame mine = frame, theirs;
+  const std::string text(Cut(own, kMaxText));
+  texts->assign(endpoints.links.size(), "");
+  std::vector<Frame> frames(endpoints.links.size());
+  Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
   mine.bytes = text.size();
-  for (int i = 1; i < size; ++i) {
-    const int to = (endpoints.rank + i) % size,
-              from = (endpoints.rank - i + size) % size;
-    RJ_TRY(exchange.SwapFrames(to, mine, from, &theirs));
-    if (theirs.bytes > kMaxText) return OutOfStep(theirs, mine, from);
-    std::string& received = (*texts)[from];
-    received.resize(theirs.bytes);
-    RJ_TRY(exchange.SendReceive(to, {text.data(), text.size()}, from,
-                                {received.data(), received.size()}));
-  }
-  return OkStatus();
+  RJ_TRY(ExchangeOverLinks(mine, text, endpoints, waiter, &frames, texts));
+  (*texts)[endpoints.rank] = text;
+  for (size_t r = 0; r < frames.size(); ++r)
+    if (frames[r].bytes > kMaxText)
+      return OutOfStep(frames[r], mine, static_cast<int>(r));
+  frames[endpoints.rank] = mine;
+  return ForwardRest(frames, sizeof Block::text, text, endpoints, waiter, texts);
 }
 
 Status ExchangeMessages(const Frame& frame, const std::string& own,
@@ -353,20 +400,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
   (*all)[endpoints.rank] = own;
   const uint64_t most =
       endpoints.segment ? endpoints.segment->inline_bytes() : sizeof(Block::text);
-  if (std::none_of(frames.begin(), frames.end(),
-                   [most](const Frame& f) { return f.bytes > most; }))
-    return OkStatus();
-  Exchange exchange(endpoints, waiter);
-  std::string rest = own.size() > most ? own : "";
-  for (int i = 1; i < size; ++i) {
-    const int to = (endpoints.rank + i) % size,
-              from = (endpoints.rank - i + size) % size;
-    std::string nothing, &theirs = frames[from].bytes > most ? (*all)[from] : nothing;
-    if (frames[from].bytes > most) theirs.resize(frames[from].bytes);
-    RJ_TRY(exchange.SendReceive(to, {rest.data(), rest.size()}, from,
-                                {theirs.data(), theirs.size()}));
-  }
-  return OkStatus();
+  return ForwardRest(frames, most, own, endpoints, waiter, all);
 }
 
 Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
@@ -380,6 +414,10 @@ Status ExchangeWords(const Frame& frame, const std::vector<int64_t>& words,
   mine.bytes = bytes;
   std::vector<int64_t> out = words;
   *received = words;  // the words of this rank for itself are not sent
+  // Make all links at once: one after the other, each rank would wait for the next.
+  std::vector<int> peers(static_cast<size_t>(size));
+  std::iota(peers.begin(), peers.end(), 0);
+  RJ_TRY(exchange.Require(peers));
   for (int i = 1; i < size; ++i) {
     const int to = (endpoints.rank + i) % size,
               from = (endpoints.rank - i + size) % size;

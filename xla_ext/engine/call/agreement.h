@@ -71,8 +71,8 @@ struct Piggyback {
 // rank order. In a shared segment, a short message follows the frame of its rank. Over
 // links, messages travel in blocks of equal size, and each rank forwards the blocks
 // that it has received (Bruck et al., "Efficient Algorithms for All-to-All
-// Communications", 1997). A message that is too long for its slot or block is sent to
-// each rank afterwards.
+// Communications", 1997). Messages that are too long for a slot or block are forwarded
+// afterwards, in the same way.
 Status ExchangeMessages(const Frame& frame, const std::string& own,
                         const Endpoints& endpoints, Waiter* waiter,
                         std::vector<std::string>* all, Piggyback* piggyback);

@@ -533,6 +533,7 @@ class PlanRun {
 
 Status Execute(const Plan& plan, const Buffers& buffers, const Arithmetic& arithmetic,
                const Frame& frame, const Endpoints& endpoints, Waiter* waiter) {
+  if (endpoints.require) RJ_TRY(endpoints.require(plan.peers));
   return PlanRun(plan, buffers, arithmetic, frame, endpoints, waiter).Run();
 }
 

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/reduce.h"
@@ -21,8 +23,13 @@ namespace ringjax {
 // The links, the shared segment and the timeouts of a communicator, as one call uses
 // them.
 struct Endpoints {
-  std::vector<std::unique_ptr<Link>> links;  // link to each rank; null for this rank
-  std::unique_ptr<SharedSegment> segment;    // null if the communicator has none
+  // The link to each rank; null for this rank, and for a rank to which no link has been
+  // needed yet.
+  std::vector<std::unique_ptr<Link>> links;
+  // Makes the links to these ranks that do not exist. Each of these ranks must require
+  // the link to this rank in the same call. Null if all links exist.
+  std::function<Status(std::span<const int> peers)> require;
+  std::unique_ptr<SharedSegment> segment;  // null if the communicator has none
   int rank = 0;
   double timeout = 0;      // seconds without progress until a call fails; 0 means never
   double stall_after = 1;  // seconds without progress until on_stall is called

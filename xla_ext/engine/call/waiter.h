@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/doorbell.h"
 #include "transport/link.h"
 
 namespace ringjax {
@@ -135,14 +136,12 @@ class Waiter {
 
   Status Sleep(const std::vector<Interest>& interests) {
     fds_.clear();
-    fds_.push_back({doorbell_->fd(), POLLIN, 0});
     bool ready = false;
     for (const Interest& i : interests) ready |= i.link->Arm(i.read, i.write, &fds_);
     // If the communicator was aborted after the check in Idle, the abort has rung the
-    // doorbell. Only this thread drains the doorbell, so poll returns immediately.
-    if (!ready) poll(fds_.data(), fds_.size(), slice_ms_);
+    // doorbell, so Sleep returns immediately.
+    if (!ready) doorbell_->Sleep(&fds_, slice_ms_);
     for (const Interest& i : interests) i.link->Disarm();
-    if (fds_[0].revents) doorbell_->Drain();
     InterruptCheck check = interrupt_check.load();
     if (check != nullptr && InterruptsAfter::Allows(IdleSeconds()) && check())
       return Status(Code::kCancelled, "interrupted");

@@ -278,8 +278,8 @@ Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* wait
 }
 
 bool CallRunner::HasInvalidated(int peer) const {
-  if (peer < 0) return false;
-  const CmaEndpoint* cma = state_.endpoints.links[peer]->cma();
+  Link* link = peer < 0 ? nullptr : state_.endpoints.links[peer].get();
+  const CmaEndpoint* cma = link ? link->cma() : nullptr;
   return cma != nullptr && cma->invalidated();
 }
 

@@ -24,6 +24,10 @@ CommState::CommState(CommunicatorOptions given,
   options.topology.segment = segment != nullptr;
   endpoints.links = std::move(links);
   endpoints.segment = std::move(segment);
+  if (options.open_links)
+    endpoints.require = [this](std::span<const int> peers) {
+      return RequireLinks(peers);
+    };
   endpoints.rank = rank();
   endpoints.timeout = options.collective_timeout;
   const auto& host = options.topology.host;
@@ -32,6 +36,17 @@ CommState::CommState(CommunicatorOptions given,
   // this process is bound. That is the right count, because a launcher that binds ranks
   // gives each rank CPUs of its own.
   oversubscribed = neighbours > static_cast<long>(std::thread::hardware_concurrency());
+}
+
+Status CommState::RequireLinks(std::span<const int> peers) {
+  std::vector<int> missing;
+  for (int peer : peers)
+    if (!endpoints.links[peer] && peer != rank() &&
+        std::find(missing.begin(), missing.end(), peer) == missing.end())
+      missing.push_back(peer);
+  if (missing.empty()) return OkStatus();
+  return options.open_links(
+      missing, [this] { return abort.aborted(); }, &endpoints.links);
 }
 
 std::string CommState::Prefix() const {

@@ -5,9 +5,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,13 @@ class ResilientComm;
 // they make on their CUDA devices (device/consistency_checker.h).
 inline constexpr int kWorldControl = 1 << 30;
 
+// Makes links to ranks of a communicator, and stores them in `links`. Runs on the
+// thread of the call that needs them, and gives up once `stopped` returns true. The
+// rank of an error is a rank of the communicator.
+using LinkOpener = std::function<Status(std::span<const int> peers,
+                                        const std::function<bool()>& stopped,
+                                        std::vector<std::unique_ptr<Link>>* links)>;
+
 struct CommunicatorOptions {
   int id = 0;
   std::string name = "world";
@@ -41,6 +50,7 @@ struct CommunicatorOptions {
   // "allreduce:ring,broadcast:binomial".
   std::string algorithm;
   CostModel cost;
+  LinkOpener open_links;  // null if all links exist
 
   std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
   int process_set = 0;                 // id of the process set, for the recorder
@@ -119,6 +129,8 @@ struct CommState {
   // Returns the sequence number of the call that was begun last. The load is relaxed,
   // so another thread may see an earlier number.
   uint64_t sequence() const { return progress->sequence(); }
+  // Makes the links to `peers` that do not exist yet; see Endpoints::require.
+  Status RequireLinks(std::span<const int> peers);
   // Returns a waiter for one call of this communicator.
   Waiter NewWaiter() const {
     return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds, oversubscribed);

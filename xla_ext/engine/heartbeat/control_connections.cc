@@ -21,7 +21,7 @@ double SecondsNow() {
 
 ControlConnections::ControlConnections(int rank, std::vector<std::string> hosts,
                                        const std::vector<PeerState::Peer>& peers,
-                                       const Doorbell& wakeup,
+                                       const EventFd& wakeup,
                                        const WatchedCommunicators* watched)
     : rank_(rank), hosts_(std::move(hosts)), watched_(watched) {
   for (const PeerState::Peer& peer : peers) {
@@ -42,7 +42,7 @@ ControlConnections::~ControlConnections() { close(epoll_); }
 
 // Registers the doorbell and all sockets with epoll. Close must deregister a socket
 // explicitly, because a closed socket stays registered while a forked child has a copy.
-void ControlConnections::RegisterSockets(const Doorbell& wakeup) {
+void ControlConnections::RegisterSockets(const EventFd& wakeup) {
   const auto check = [](int result) {
     if (result < 0) throw std::system_error(errno, std::generic_category(), "epoll");
   };

@@ -20,7 +20,7 @@
 #include "engine/heartbeat/control_message.h"
 #include "engine/heartbeat/watched_communicators.h"
 #include "transport/channel.h"
-#include "transport/link.h"
+#include "transport/event_fd.h"
 
 namespace ringjax {
 
@@ -69,7 +69,7 @@ class ControlConnections {
   // Every message contains the numbers of calls that `watched` has entered. `watched`
   // must outlive the object. Throws std::system_error.
   ControlConnections(int rank, std::vector<std::string> hosts,
-                     const std::vector<PeerState::Peer>& peers, const Doorbell& wakeup,
+                     const std::vector<PeerState::Peer>& peers, const EventFd& wakeup,
                      const WatchedCommunicators* watched);
   ~ControlConnections();
   ControlConnections(const ControlConnections&) = delete;
@@ -109,7 +109,7 @@ class ControlConnections {
   void Release();
 
  private:
-  void RegisterSockets(const Doorbell& wakeup);
+  void RegisterSockets(const EventFd& wakeup);
   // The caller of the next functions holds mutex_.
   PeerState* NextHop(int rank);
   ControlMessage Head(ControlMessage::Type type, int to, int culprit,

@@ -20,8 +20,8 @@ namespace ringjax {
 
 Heartbeat::Heartbeat(int rank, std::vector<std::string> hosts,
                      std::vector<Peer> neighbours, double interval, double timeout,
-                     std::unique_ptr<Doorbell> wakeup, std::unique_ptr<Doorbell> notify,
-                     std::unique_ptr<Doorbell> inquire)
+                     std::unique_ptr<EventFd> wakeup, std::unique_ptr<EventFd> notify,
+                     std::unique_ptr<EventFd> inquire)
     : interval_(interval),
       timeout_(timeout),
       wakeup_(std::move(wakeup)),

@@ -44,7 +44,7 @@
 #include "engine/heartbeat/teardown_announcements.h"
 #include "engine/heartbeat/wait_reports.h"
 #include "engine/heartbeat/watched_communicators.h"
-#include "transport/link.h"
+#include "transport/event_fd.h"
 
 namespace ringjax {
 
@@ -61,9 +61,9 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   // null `inquire`, replies do not contain the position of the program. Throws
   // std::system_error.
   Heartbeat(int rank, std::vector<std::string> hosts, std::vector<Peer> neighbours,
-            double interval, double timeout, std::unique_ptr<Doorbell> wakeup,
-            std::unique_ptr<Doorbell> notify = nullptr,
-            std::unique_ptr<Doorbell> inquire = nullptr);
+            double interval, double timeout, std::unique_ptr<EventFd> wakeup,
+            std::unique_ptr<EventFd> notify = nullptr,
+            std::unique_ptr<EventFd> inquire = nullptr);
   ~Heartbeat();
   void Stop();  // ends the thread and closes the sockets; only the first call counts
 
@@ -110,7 +110,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
 
   const Owner owner_;
   const double interval_, timeout_;
-  const std::unique_ptr<Doorbell> wakeup_, notify_;
+  const std::unique_ptr<EventFd> wakeup_, notify_;
   // connections_.mutex() guards watched_, the states of the peers, lost_ and
   // last_look_.
   WatchedCommunicators watched_;

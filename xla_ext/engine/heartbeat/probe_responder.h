@@ -16,7 +16,7 @@
 
 #include "engine/heartbeat/control_connections.h"
 #include "engine/heartbeat/watched_communicators.h"
-#include "transport/link.h"
+#include "transport/event_fd.h"
 
 namespace ringjax {
 
@@ -28,7 +28,7 @@ class ProbeResponder {
   // `wakeup` wakes the heartbeat thread. The object rings `inquire` when a peer probes
   // this rank. With a null `inquire`, replies have no position of the program.
   ProbeResponder(ControlConnections* connections, const WatchedCommunicators* watched,
-                 Doorbell* wakeup, std::unique_ptr<Doorbell> inquire)
+                 EventFd* wakeup, std::unique_ptr<EventFd> inquire)
       : connections_(connections),
         watched_(watched),
         wakeup_(wakeup),
@@ -69,8 +69,8 @@ class ProbeResponder {
 
   ControlConnections* const connections_;
   const WatchedCommunicators* const watched_;
-  Doorbell* const wakeup_;
-  const std::unique_ptr<Doorbell> inquire_;
+  EventFd* const wakeup_;
+  const std::unique_ptr<EventFd> inquire_;
   std::vector<OpenProbe> probes_;  // oldest first
   uint64_t last_probe_ = 0;        // number of the newest probe
   uint64_t positioned_ = 0;        // position_ belongs to the probes up to this number

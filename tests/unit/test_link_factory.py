@@ -1,57 +1,53 @@
 """Tests of building links: the kind of each pair's link, its use, and its cleanup.
 
 Ranks are threads with a listener each, or processes if a test kills them. The tests use
-the links with mmap, read, and write instead of the native core.
+the links with read and write instead of the native core.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.mesh_ranks import JOB, RING, SECRET, SIZE, Ranks, world
+from support.link_ranks import JOB, RING, SECRET, Ranks, host_bytes, world
 from support.waiting import LONG, until
 
 from ringjax.control import handshake
 from ringjax.control.handshake import HandshakeRequest, Purpose
 from ringjax.control.listener import ConnectionKey
 from ringjax.errors import AuthenticationError, PeerLost, StartupError
-from ringjax.links import shared_memory
-from ringjax.links.mesh import LinkDescriptors, MeshFactory
+from ringjax.links import shared_memory, standing
+from ringjax.links.factory import LinkDescriptors, LinkFactory
 from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
 
 
-def link(mesh: LinkDescriptors, peer: int) -> tuple[Any, ...]:
-    (found,) = [link for link in mesh.links if link[1] == peer]
+def sockets(links: LinkDescriptors, peer: int) -> list[int]:
+    (found,) = [fds for other, fds, _ in links.links if other == peer]
     return found
 
 
-def check_shared(meshes: list[LinkDescriptors], low: int, high: int) -> None:
-    """Checks that both ends share memory and can ring each other's doorbell."""
-    one, two = link(meshes[low], high), link(meshes[high], low)
-    assert (one[0], two[0], one[3], two[3]) == ("shm", "shm", 0, 1)
-    assert one[4] == two[4] == RING
-    with mmap.mmap(one[2], SIZE) as here, mmap.mmap(two[2], SIZE) as there:
-        text = f"{low} {high}".encode()
-        here[100 : 100 + len(text)] = text
-        assert there[100 : 100 + len(text)] == text
-    os.eventfd_write(one[5], 1)
-    assert os.eventfd_read(meshes[high].doorbell) == 1
-    os.eventfd_write(two[5], 1)
-    assert os.eventfd_read(meshes[low].doorbell) == 1
+def check_shared(built: Sequence[LinkDescriptors], ranks: list[int]) -> None:
+    """Checks that these ranks share a memory, and a name of their doorbells."""
+    memories = [links.memory for links in built]
+    assert None not in memories
+    assert {memory[1:3] for memory in memories if memory} == {(RING, 0)}
+    assert all(memory[3] == ranks for memory in memories if memory)
+    fds = [memory[0] for memory in memories if memory]
+    size = host_bytes(len(ranks), RING, 0)[1]
+    assert all(shared_memory.is_valid(fd, size) for fd in fds)
+    assert len({(os.fstat(fd).st_dev, os.fstat(fd).st_ino) for fd in fds}) == 1
+    assert len({links.name for links in built}) == 1
 
 
 def check_connected(one: int, two: int, text: bytes, idle: int = 60) -> None:
@@ -69,101 +65,126 @@ def check_connected(one: int, two: int, text: bytes, idle: int = 60) -> None:
             assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle
 
 
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 1, 0), (0, 0, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "hosts", [(0, 0), (0, 1), (0, 1, 0), (0, 0, 1, 1, 0), (0,) * 9, tuple(range(9))]
+)
 def test_each_pair_gets_the_right_link(
     world: Callable[..., Ranks], hosts: tuple[int, ...]
 ) -> None:
-    ranks = world(hosts, tcp_streams=3)
-    meshes = ranks.build()
+    ranks = world(hosts, tcp_streams=3, tile_bytes=0)
+    built = ranks.build()
+    near = [standing.neighbours(rank, hosts) for rank in range(ranks.size)]
     for low in range(ranks.size):
-        for high in range(low + 1, ranks.size):
-            if hosts[low] == hosts[high]:
-                check_shared(meshes, low, high)
-                continue
-            one, two = link(meshes[low], high), link(meshes[high], low)
-            assert (one[0], two[0]) == ("tcp", "tcp")
-            assert len(one[2]) == len(two[2]) == 3
-            for stream, (a, b) in enumerate(zip(one[2], two[2], strict=True)):
-                text = b"%d %d %d" % (low, high, stream)
-                check_connected(a, b, text)
-            ends = dict(meshes[low].control)[high], dict(meshes[high].control)[low]
+        same = [rank for rank in range(ranks.size) if hosts[rank] == hosts[low]]
+        if len(same) > 1:
+            check_shared([built[rank] for rank in same], same)
+        else:
+            assert built[low].memory is None
+        far = [rank for rank in near[low] if hosts[rank] != hosts[low]]
+        assert sorted(peer for peer, _, _ in built[low].links) == far
+        assert sorted(dict(built[low].control)) == near[low]
+        for high in (rank for rank in far if rank > low):
+            one, two = sockets(built[low], high), sockets(built[high], low)
+            assert len(one) == len(two) == 3
+            for stream, (a, b) in enumerate(zip(one, two, strict=True)):
+                check_connected(a, b, b"%d %d %d" % (low, high, stream))
+            ends = dict(built[low].control)[high], dict(built[high].control)[low]
             check_connected(*ends, b"c", idle=1)
-    assert [sorted(dict(mesh.control)) for mesh in meshes] == [
-        [r for r in range(ranks.size) if r != rank] for rank in range(ranks.size)
-    ]
+    assert len({links.name for links in built}) == len(set(hosts))
     assert ranks.log == []
 
 
+def test_other_pairs_are_connected_on_demand(world: Callable[..., Ranks]) -> None:
+    ranks = world(range(9), tcp_streams=2)
+    built = ranks.build()
+    assert 3 not in [peer for peer, _, _ in built[0].links]
+    one, two = ranks.connect(0, 3)
+    for a, b in zip(sockets(one, 3), sockets(two, 0), strict=True):
+        check_connected(a, b, b"later")
+    assert one.memory is two.memory is None
+    assert one.control == two.control == []
+
+
+def test_a_peer_that_is_not_connected_on_demand_is_named(
+    world: Callable[..., Ranks],
+) -> None:
+    ranks = world(range(9), start_timeout=1.0)
+    ranks.build()
+    with pytest.raises(StartupError, match=r"rank 0 could not .* rank 3 within 1 s"):
+        ranks.factories[0].connect(0, range(9), "world", [3])
+
+
 def test_every_descriptor_is_closed_on_exec(world: Callable[..., Ranks]) -> None:
-    for mesh in world((0, 0, 1)).build():
-        for fd in mesh.descriptors():
+    for links in world((0, 0, 1)).build():
+        for fd in links.descriptors():
             assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
 def test_communicators_of_some_ranks(world: Callable[..., Ranks]) -> None:
-    ranks = world((0, 0, 1, 0))
+    ranks = world((0, 0, 1, 0), tile_bytes=0)
     ranks.build()
-    one, two = ranks.build(1, [1, 3], control=False)
-    check_shared([one, two], 0, 1)  # peers count within the communicator
+    built = ranks.build(1, [1, 3], control=False)
+    check_shared(built, [0, 1])  # peers count within the communicator
     one, two = ranks.build(2, [2, 3], control=False)
-    assert link(one, 1)[0] == link(two, 0)[0] == "tcp"
+    check_connected(sockets(one, 1)[0], sockets(two, 0)[0], b"far")
     assert one.control == two.control == []
 
 
 def test_communicators_may_be_built_at_different_times(
     world: Callable[..., Ranks],
 ) -> None:
-    ranks = world((0, 1, 0))
+    ranks = world((0, 1, 0), tile_bytes=0)
     early = ranks.start(7, [0, 1, 2], [2], control=False)
     key = ConnectionKey(0, 7, Purpose.CONTROL, 0, 2)
     until(lambda: ranks.factories[0].listener.has(key))
     ranks.build(0)  # the others' listeners keep the calls for communicator 7
     late = ranks.start(7, [0, 1, 2], [0, 1], control=False)
-    meshes = [future.result() for future in (*late, *early)]
-    ranks.meshes += meshes
-    check_shared(meshes, 0, 2)
+    built = [future.result() for future in (*late, *early)]
+    ranks.built += built
+    check_shared([built[0], built[2]], [0, 2])
 
 
 def test_without_shared_memory_on_request(world: Callable[..., Ranks]) -> None:
     ranks = world((0, 0, 0), shm=False)
-    for mesh in ranks.build():
-        assert {link[0] for link in mesh.links} == {"tcp"}
+    for rank, links in enumerate(ranks.build()):
+        assert links.memory is None
+        assert sorted(peer for peer, _, _ in links.links) == sorted({0, 1, 2} - {rank})
     assert ranks.log == []
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 0, 1, 1)])
 def test_missing_shared_memory_causes_one_warning_and_tcp(
-    world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+    world: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: tuple[int, ...],
 ) -> None:
-    ranks = world((0, 0, 0))
-    make, made = shared_memory.create, []
+    ranks = world(hosts, tile_bytes=0)
+    make, wanted = shared_memory.create, host_bytes(3, RING, 0)
 
-    def scarce(size: int, left: int | None = None) -> int:
-        if made:
+    def scarce(size: int, allocated: int) -> int:
+        if (allocated, size) == wanted:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        made.append(size)
-        return make(size)
+        return make(size, allocated)
 
     monkeypatch.setattr(shared_memory, "create", scarce)
-    meshes = ranks.build()
-    kinds = [sorted(link[0] for link in mesh.links) for mesh in meshes]
-    # Rank 0 or rank 1 got the only memory. With two peers, rank 0 releases it again.
-    assert kinds in (
-        [["tcp", "tcp"]] * 3,
-        [["tcp", "tcp"], ["shm", "tcp"], ["shm", "tcp"]],
-    )
-    first = [text for text in ranks.log if "2 x" in text]
-    assert first == [
-        f"warning: world: 2 x {SIZE} = {2 * SIZE} bytes of shared memory cannot be had "
-        "(No space left on device): using TCP on this host, which is slower"
+    built = ranks.build()
+    for one in range(3):
+        assert built[one].memory is None
+        for two in range(one + 1, 3):
+            ends = sockets(built[one], two)[0], sockets(built[two], one)[0]
+            check_connected(*ends, b"in spite of that")
+    if len(hosts) > 3:
+        check_shared(built[3:], [3, 4])
+    assert ranks.log == [
+        "warning: world: 4096 bytes of shared memory cannot be had (No space left on "
+        "device): using TCP on this host, which is slower"
     ]
-    one, two = link(meshes[0], 2), link(meshes[2], 0)
-    check_connected(one[2][0], two[2][0], b"in spite of that")
 
 
 def test_memory_that_a_peer_could_shrink_is_refused(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsealed(size: int, left: int | None = None) -> int:
+    def unsealed(size: int, allocated: int) -> int:
         fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         return fd
@@ -173,17 +194,16 @@ def test_memory_that_a_peer_could_shrink_is_refused(
     low, high = ranks.start(0, [0, 1], [0, 1], control=True)
     with pytest.raises(StartupError, match="memory of another size, or unsealed"):
         high.result()
-    with pytest.raises(PeerLost, match="rank 1 is gone"):
-        low.result()
+    ranks.built.append(low.result())  # the heartbeat notices that rank 1 is gone
 
 
 def test_shared_memory_is_sealed() -> None:
-    fd = shared_memory.create(SIZE)
+    fd = shared_memory.create(8 * RING, 3 * RING)
     try:
-        assert shared_memory.is_valid(fd, SIZE)
-        assert not shared_memory.is_valid(fd, SIZE + 1)
-        assert os.fstat(fd).st_blocks * 512 >= SIZE  # the pages are there
-        for size in (0, 2 * SIZE):
+        assert shared_memory.is_valid(fd, 8 * RING)
+        assert not shared_memory.is_valid(fd, 8 * RING + 1)
+        assert os.fstat(fd).st_blocks * 512 == 3 * RING  # these pages are there
+        for size in (0, 16 * RING):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, size)
     finally:
@@ -195,10 +215,10 @@ def test_creating_more_memory_than_is_available(
 ) -> None:
     assert 0 < shared_memory.available() < 1 << 62
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        shared_memory.create(1 << 60)
-    monkeypatch.setattr(shared_memory, "available", lambda: 2 * SIZE - 1)
+        shared_memory.create(1 << 60, 1 << 60)
+    monkeypatch.setattr(shared_memory, "available", lambda: 2 * RING - 1)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        shared_memory.create(SIZE)
+        shared_memory.create(RING, RING)
 
 
 def test_unreachable_ranks_are_named(world: Callable[..., Ranks]) -> None:
@@ -231,7 +251,7 @@ def test_a_departed_rank_is_not_awaited(
 
 
 def _call(
-    factory: MeshFactory, introduction: HandshakeRequest, secret: bytes = SECRET
+    factory: LinkFactory, introduction: HandshakeRequest, secret: bytes = SECRET
 ) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect("\0" + factory.listener.unix_name)
@@ -271,9 +291,8 @@ def test_garbage_and_the_wrong_secret_do_not_disturb(
         with socket.create_connection((where[0], int(where[1]))) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 200)
     futures += ranks.start(0, [0, 1], [1], control=True)
-    meshes = [future.result() for future in futures]
-    ranks.meshes += meshes
-    assert link(meshes[0], 1)[0] == "tcp"
+    ranks.built += [future.result() for future in futures]
+    check_connected(sockets(ranks.built[0], 1)[0], sockets(ranks.built[1], 0)[0], b"x")
     assert len(ranks.log) == 2  # a line for each kind of socket
 
 
@@ -295,7 +314,7 @@ def test_a_second_connection_replaces_the_first(world: Callable[..., Ranks]) -> 
 WORKER = """
 import sys, time
 from ringjax.config import Config
-from ringjax.links.mesh import MeshFactory
+from ringjax.links.factory import LinkFactory
 from ringjax.control.listener import LinkListener
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
@@ -306,16 +325,16 @@ listener = LinkListener(secret, job, rank=rank, size=2, hosts=["127.0.0.1"], log
 hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
          "door": listener.unix_name, "addresses": ",".join(listener.addresses)}
 client = join(JobCredentials(where, secret, job), rank, hello, 40)
-factory = MeshFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
+factory = LinkFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
-                listener=listener, loss_monitor=client, shm_bytes=lambda ring: 2 * ring,
-                segment_bytes=lambda size, tile: size * tile,
+                listener=listener, loss_monitor=client,
+                host_bytes=lambda ranks, ring, tile: (4096, 1 << 20),
                 log=lambda level, text: print(text))
-mesh = factory.build(0, [0, 1], "world", control=True)
+links = factory.build(0, [0, 1], "world", control=True)
 assert not {"jax", "numpy", "asyncio"} & {name.split(".")[0] for name in sys.modules}
 print("ready", flush=True)
 import os, select
-control = mesh.control[0][1]
+control = links.control[0][1]
 select.select([control], [], [])
 print("noticed", os.read(control, 1), flush=True)
 """

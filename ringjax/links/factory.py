@@ -1,21 +1,24 @@
-"""Connects each pair of a communicator's ranks in the fastest way.
+"""Connects the ranks of a communicator: each pair that needs it, in the fastest way.
 
-Two ranks of a host share memory. They send a memfd of fixed size and their eventfds
-(*doorbells*) over a unix socket, after a check that both processes have the same user.
-Other pairs, and pairs without available shared memory, use several TCP sockets. Every
-connection is authenticated (control/handshake.py). The result is a set of descriptors
-for the native core; this module moves no tensors.
+The ranks of a host share one memory. The lowest of them creates a memfd, and each rank
+passes it on over a unix socket, along a tree. Other pairs, and ranks without shared
+memory, use several TCP sockets. Only neighbours in the standing graph (standing.py) are
+connected at the start. All other pairs are connected when a call first needs them
+(`connect`). Every connection is authenticated (control/handshake.py). The result is a
+set of descriptors for the native core; this module moves no tensors.
 
-The higher rank of a pair connects to the `LinkListener` of the lower rank, and the
-lower rank creates the shared memory.
+The higher rank of a pair connects to the `LinkListener` of the lower rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
@@ -33,11 +36,11 @@ from ringjax.control.listener import ConnectionKey, LinkListener
 from ringjax.control.member import Member, ranks_text
 from ringjax.control.open_files import is_shortage
 from ringjax.control.tls import TlsOffer, offer_for
-from ringjax.control.unix_peer import peer_pid, peer_uid
+from ringjax.control.unix_peer import peer_uid
 from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links import shared_memory, sizes, standing
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
-from ringjax.links.pair import PairSetup, receive_early
+from ringjax.links.pair import PairSetup
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one attempt to connect to an address
 _KEEPALIVE = 60  # seconds between two probes on an idle data connection
@@ -47,24 +50,21 @@ _REFUSED_TIMEOUT = 3.0
 
 
 class LossMonitor(Protocol):
-    """Reports lost ranks. A mesh queries the monitor repeatedly while connecting."""
+    """Reports lost ranks. `LinkFactory` queries it repeatedly while it connects."""
 
     def departed_ranks(self) -> dict[int, str]:
         """Returns the lost ranks and the reasons. An exception makes `build` fail."""
 
 
 @dataclass(frozen=True)
-class MeshFactory:
+class LinkFactory:
     """Connects the ranks of an epoch, for one communicator after another.
 
     Attributes:
         rank: this rank in the world.
         members: the members of the epoch, by rank.
         hosts: the index of the host of each world rank.
-        shm_bytes: computes the bytes of a pair's shared memory from the bytes of one
-            ring buffer.
-        segment_bytes: computes the bytes of a shared segment from the number of ranks
-            and the bytes of a tile.
+        host_bytes: `_native.host_bytes`, which computes the bytes of a host's memory.
         log: called with a level, such as "warning", and a sentence.
     """
 
@@ -77,14 +77,13 @@ class MeshFactory:
     config: Config
     listener: LinkListener
     loss_monitor: LossMonitor
-    shm_bytes: Callable[[int], int]
-    segment_bytes: Callable[[int, int], int]
+    host_bytes: sizes.HostBytes
     log: Callable[[str, str], None]
 
     def build(
         self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
     ) -> LinkDescriptors:
-        """Connects this rank to all other `ranks`, which must call this method, too.
+        """Connects this rank to its neighbours. All other `ranks` must call it, too.
 
         Args:
             comm: the id of the communicator, equal on all ranks.
@@ -98,19 +97,34 @@ class MeshFactory:
             PeerLost: a peer is lost.
             OutOfDescriptors: the limit of open files is too low.
         """
-        try:
-            builder = _MeshBuilder(self, comm, ranks, what, control)
+        with self._shortage_named(what):
+            run = _FactoryRun(self, comm, ranks, what)
             try:
-                builder.connect_to_lower()
-                failpoints.passing("mesh.called")
-                builder.send_memory()
-                builder.receive_memory()
-                builder.receive_doorbells()
-                builder.share_segment()
-                failpoints.passing("mesh.shared")
-                return builder.take_descriptors()
+                run.build(control)
+                return run.take_descriptors()
             finally:
-                builder.close()
+                run.close()
+
+    def connect(
+        self, comm: int, ranks: Sequence[int], what: str, peers: Sequence[int]
+    ) -> LinkDescriptors:
+        """Connects this rank to further `peers` of a communicator, by TCP.
+
+        Each peer must connect itself to this rank at the same time. Raises as `build`
+        does.
+        """
+        with self._shortage_named(what):
+            run = _FactoryRun(self, comm, ranks, what)
+            try:
+                run.connect_data(peers)
+                return run.take_descriptors()
+            finally:
+                run.close()
+
+    @contextlib.contextmanager
+    def _shortage_named(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if not is_shortage(error):
                 raise
@@ -120,63 +134,104 @@ class MeshFactory:
             ) from error
 
 
-class _MeshBuilder:
-    """Builds the mesh of one communicator, in five phases.
+class _FactoryRun:
+    """Connects one communicator.
 
-    No phase can deadlock: a rank waits only for peers that wait for no other rank.
+    No step can deadlock: a rank waits only for higher ranks to connect, which do so
+    without waiting for another rank, and for the memory from a lower rank of its host.
     """
 
     def __init__(
-        self,
-        factory: MeshFactory,
-        comm: int,
-        ranks: Sequence[int],
-        what: str,
-        control: bool,
+        self, factory: LinkFactory, comm: int, ranks: Sequence[int], what: str
     ) -> None:
         self.factory, self.comm, self.ranks, self.what = factory, comm, ranks, what
-        self.watched: set[int] = set()
-        if control:
-            hosts = [factory.hosts[rank] for rank in ranks]
-            neighbours = standing.neighbours(list(ranks).index(factory.rank), hosts)
-            self.watched = {ranks[i] for i in neighbours}
         self.deadline = time.monotonic() + factory.config.start_timeout
-        self.pairs = [self._pair(r) for r in sorted(ranks) if r != factory.rank]
-        open_files.require(self._descriptors(), f"{what}: rank {factory.rank}")
-        # A descriptor is in flight after it was sent over a unix socket, and before it
-        # is received. The kernel counts the descriptors in flight of all processes of a
-        # user, and compares the count with the sender's limit of open files.
-        open_files.raise_limit(2 * sum(pair.shared for pair in self.pairs) ** 2)
-        self.mesh = LinkDescriptors(
-            doorbell=os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        )
-        near = 1 + sum(pair.local for pair in self.pairs)
-        self.ring = sizes.ring_bytes(factory.config.ring_bytes, near, factory.shm_bytes)
-        self.size = factory.shm_bytes(self.ring)
-        self.lower = [p for p in self.pairs if p.rank < factory.rank]
-        self.higher = [p for p in self.pairs if p.rank > factory.rank]
-        self.segment = -1
-        self.tile = 0
+        self.pairs: dict[int, PairSetup] = {}
+        # The ranks that share memory, in the order of their indices; this rank alone if
+        # it shares none.
+        self.sharing = self._sharing()
+        self.memory = -1
+        self.ring = self.tile = 0
+        self.result = LinkDescriptors(name=self._name())
 
-    def _descriptors(self) -> int:
-        """Returns the largest number of descriptors that are open at the same time."""
-        # A pair with shared memory has four descriptors: the connection, the memory,
-        # and the doorbell of the peer twice (the second is for the shared segment).
-        tcp = 1 + self.factory.config.tcp_streams
-        return 2 + sum(4 if pair.shared else tcp for pair in self.pairs)
+    def _sharing(self) -> list[int]:
+        hosts, members = self.factory.hosts, self.factory.members
+        own = self.factory.rank
+        if not members[own].hello.get("shm"):
+            return [own]
+        near = [rank for rank in self.ranks if hosts[rank] == hosts[own]]
+        return [rank for rank in near if members[rank].hello.get("shm")]
+
+    def _name(self) -> str:
+        """Returns the name of the doorbells, which only members of the job can compute.
+
+        No two communicators of a host have the same name. Those with one id have
+        different first ranks.
+        """
+        host = self.factory.hosts[self.factory.rank]
+        words = self.factory.job, self.factory.epoch, self.comm, self.ranks[0], host
+        text = " ".join(map(str, words))
+        return hmac.new(self.factory.secret, text.encode(), hashlib.sha256).hexdigest()
+
+    # -- the steps ---------------------------------------------------------------------
+
+    def build(self, control: bool) -> None:
+        """Connects the control connections, the memory of the host, and the data."""
+        factory = self.factory
+        hosts = [factory.hosts[rank] for rank in self.ranks]
+        near = standing.neighbours(self.ranks.index(factory.rank), hosts)
+        neighbours = [self.ranks[i] for i in near]
+        # The tree by which the memfd is passed on: its edges are edges of the graph.
+        index = self.sharing.index(factory.rank)
+        parent, children = standing.tree(index, len(self.sharing))
+        tree = [self.sharing[i] for i in (*children, *parent)]
+        for rank in {*tree, *(neighbours if control else ())}:
+            self._pair(rank).wants_control = True
+        self._require_descriptors(neighbours)
+        for rank in neighbours if control else ():
+            self._pair(rank).watched = True
+        far = [rank for rank in neighbours if rank not in self.sharing]
+        for rank in far:
+            self._pair(rank).wants_data = True
+        self._connect_pairs()
+        failpoints.passing("links.called")
+        if len(self.sharing) > 1:
+            self._share_memory(
+                [self.pairs[self.sharing[i]] for i in parent],
+                [self.pairs[self.sharing[i]] for i in children],
+            )
+        if len(self.sharing) > 1 and self.memory < 0:
+            self.connect_data([r for r in neighbours if r in self.sharing])
+        failpoints.passing("links.shared")
+
+    def connect_data(self, peers: Sequence[int]) -> None:
+        """Connects the TCP sockets to `peers`."""
+        for rank in peers:
+            self._pair(rank).wants_data = True
+        self._connect_pairs()
+
+    def _require_descriptors(self, neighbours: Sequence[int]) -> None:
+        """Checks that this process may open the descriptors of the communicator."""
+        far = sum(rank not in self.sharing for rank in neighbours)
+        count = 4 + len(self.pairs) + far * self.factory.config.tcp_streams
+        open_files.require(count, f"{self.what}: rank {self.factory.rank}")
 
     def _pair(self, rank: int) -> PairSetup:
-        factory, own = self.factory, self.factory.rank
-        local = factory.hosts[rank] == factory.hosts[own]
-        both = all(factory.members[r].hello.get("shm") for r in (rank, own))
-        return PairSetup(rank, local=local, shm=both, watched=rank in self.watched)
+        if rank not in self.pairs:
+            near = self.factory.hosts[rank] == self.factory.hosts[self.factory.rank]
+            self.pairs[rank] = PairSetup(rank, local=near)
+        return self.pairs[rank]
 
-    # Phase 1: connect to every lower rank, and try again until all have replied.
+    # -- connections -------------------------------------------------------------------
 
-    def connect_to_lower(self) -> None:
+    def _connect_pairs(self) -> None:
+        own = self.factory.rank
         # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
         # same time.
-        self._connect_all(self.lower[::-1])
+        lower = sorted((r for r in self.pairs if r < own), reverse=True)
+        self._connect_all([self.pairs[rank] for rank in lower])
+        for rank in sorted(r for r in self.pairs if r > own):
+            self._accept_pair(self.pairs[rank])
 
     def _connect_all(self, pairs: Sequence[PairSetup]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
@@ -201,11 +256,17 @@ class _MeshBuilder:
                 time.sleep(0.02)
 
     def _connect_pair(self, pair: PairSetup) -> None:
-        if pair.needs_control and pair.control is None:
+        if pair.wants_control and pair.control is None:
             pair.control = self._connect(pair, Purpose.CONTROL, 0)
-        while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
+        while pair.wants_data and len(pair.data) < self.factory.config.tcp_streams:
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
+
+    def _accept_pair(self, pair: PairSetup) -> None:
+        if pair.wants_control and pair.control is None:
+            pair.control = self._accept(pair, Purpose.CONTROL, 0)
+        while pair.wants_data and len(pair.data) < self.factory.config.tcp_streams:
+            pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
     def _connect(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
         factory = self.factory
@@ -259,111 +320,45 @@ class _MeshBuilder:
         )
         return list(found)
 
-    # Phase 2: the lower rank of a pair on one host creates the shared memory, and sends
-    # the memfd and its own doorbell.
+    # -- the memory of the host --------------------------------------------------------
 
-    def send_memory(self) -> None:
-        for pair in self.higher:
-            if pair.needs_control:
-                pair.control = self._accept(pair, Purpose.CONTROL, 0)
-        shared = [pair for pair in self.higher if pair.shared]
+    def _share_memory(
+        self, parent: Sequence[PairSetup], children: Sequence[PairSetup]
+    ) -> None:
+        """Creates the memory, or receives it from the parent, and passes it on."""
+        config, ranks = self.factory.config, len(self.sharing)
+        host_bytes = self.factory.host_bytes
+        self.ring = sizes.ring_bytes(config.ring_bytes, ranks, host_bytes)
+        if config.tile_bytes and ranks == len(self.ranks):
+            self.tile = sizes.tile_bytes(config.tile_bytes, ranks, host_bytes)
+        fixed, size = host_bytes(ranks, self.ring, self.tile)
+        if not parent:
+            self.memory = self._create_memory(fixed, size)
+        else:
+            offered, fds = self._receive(parent[0], 1)
+            self.memory = fds[0] if fds else -1
+            if offered and not shared_memory.is_valid(self.memory, size):
+                self._fail(
+                    {parent[0].rank: "it offered memory of another size, or unsealed"}
+                )
+        made = self.memory >= 0
+        for child in children:
+            self._send(child, size if made else 0, [self.memory] if made else [])
+
+    def _create_memory(self, fixed: int, size: int) -> int:
         try:
-            free = shared_memory.available()
-            for pair in shared:
-                pair.memory = shared_memory.create(self.size, free)
-                free -= self.size
+            return shared_memory.create(size, fixed)
         except OSError as error:
             if is_shortage(error):
                 raise
             self.factory.log(
                 "warning",
-                f"{self.what}: {len(shared)} x {self.size} = "
-                f"{len(shared) * self.size} bytes of shared memory cannot be had "
+                f"{self.what}: {fixed} bytes of shared memory cannot be had "
                 f"({error.strerror}): using TCP on this host, which is slower",
-            )
-            for pair in shared:
-                pair.shared = False
-                if pair.memory >= 0:
-                    os.close(pair.memory)
-                    pair.memory = -1
-        # Begin with the highest rank, which sends nothing in this phase, so it receives
-        # immediately, and few descriptors are in flight.
-        for pair in reversed(shared):
-            fds = [pair.memory, self.mesh.doorbell] if pair.shared else []
-            self._send(pair, self.size if pair.shared else 0, fds)
-
-    # Phase 3: the higher rank receives the memfd, and sends its own doorbell.
-
-    def receive_memory(self) -> None:
-        for pair in self.lower:
-            if not pair.shared:
-                continue
-            size, fds = self._receive(pair, 2)
-            if size == 0 and not fds:
-                pair.shared = False
-                self._connect_all([pair])  # opens the TCP sockets for data
-                continue
-            if len(fds) == 2:
-                pair.memory, pair.doorbell = fds
-            else:
-                for fd in fds:
-                    os.close(fd)
-            if pair.memory < 0 or not shared_memory.is_valid(pair.memory, self.size):
-                self._fail(
-                    {pair.rank: "it offered memory of another size, or unsealed"}
-                )
-            self._send(pair, self.size, [self.mesh.doorbell])
-
-    # Phase 4: the lower rank receives the doorbells of the higher ranks.
-
-    def receive_doorbells(self) -> None:
-        for pair in self.higher:
-            if pair.shared:
-                _, fds = self._receive(pair, 1)
-                if len(fds) != 1:
-                    self._fail({pair.rank: "it sent no doorbell"})
-                pair.doorbell = fds[0]
-            while not pair.shared and len(pair.data) < self.factory.config.tcp_streams:
-                pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
-
-    # Phase 5: if all pairs share memory, the lowest rank creates a shared segment, and
-    # sends its memfd to all ranks.
-
-    def share_segment(self) -> None:
-        tile, ranks = self.factory.config.tile_bytes, len(self.ranks)
-        if not (tile and self.pairs and all(p.local and p.shm for p in self.pairs)):
-            return  # all ranks have the same settings, so all ranks return here
-        tile = sizes.tile_bytes(tile, ranks, self.factory.segment_bytes)
-        size = self.factory.segment_bytes(ranks, tile)
-        self.tile = tile
-        shared = all(pair.shared for pair in self.pairs)
-        if not self.lower:
-            votes = [self._receive(pair, 0)[0] for pair in self.higher]
-            if shared and all(votes):
-                self.segment = self._make_segment(size)
-            for pair in self.higher:
-                made = self.segment >= 0
-                self._send(pair, size if made else 0, [self.segment] if made else [])
-        else:
-            self._send(self.lower[0], int(shared), [])
-            offered, fds = self._receive(self.lower[0], 1)
-            self.segment = fds[0] if fds else -1
-            if offered and not shared_memory.is_valid(self.segment, size):
-                text = "its shared segment has another size, or is unsealed"
-                self._fail({self.lower[0].rank: text})
-
-    def _make_segment(self, size: int) -> int:
-        try:
-            return shared_memory.create(size)
-        except OSError as error:
-            self.factory.log(
-                "warning",
-                f"{self.what}: {size} bytes of shared memory for all ranks cannot be "
-                f"had ({error.strerror}): allreduce takes the rings, which is slower",
             )
             return -1
 
-    # --- helpers of the phases ---
+    # -- helpers of the steps ----------------------------------------------------------
 
     def _accept(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
         key = ConnectionKey(self.factory.epoch, self.comm, purpose, stream, pair.rank)
@@ -372,8 +367,9 @@ class _MeshBuilder:
             self._check(
                 lambda: {
                     other.rank: "it did not call"
-                    for other in self.higher
-                    if other is pair or not self._has_called(other)
+                    for other in self.pairs.values()
+                    if other is pair
+                    or (other.rank > pair.rank and not self._has_called(other))
                 }
             )
         sock = accepted.sock
@@ -386,8 +382,8 @@ class _MeshBuilder:
         return sock
 
     def _has_called(self, pair: PairSetup) -> bool:
-        """Returns whether a higher rank has opened any connection of this mesh."""
-        purpose = Purpose.CONTROL if pair.needs_control else Purpose.DATA
+        """Returns whether a higher rank has opened any of its connections."""
+        purpose = Purpose.CONTROL if pair.wants_control else Purpose.DATA
         key = ConnectionKey(self.factory.epoch, self.comm, purpose, 0, pair.rank)
         connected = pair.control is not None or bool(pair.data)
         return connected or self.factory.listener.has(key)
@@ -406,30 +402,30 @@ class _MeshBuilder:
             except OSError as error:
                 if not is_shortage(error):
                     raise self._peer_lost(pair, error) from error
+                # The kernel limits the descriptors of a user that were sent and not
+                # received yet, in all processes together.
                 if time.monotonic() > self.deadline:
                     raise
-            # While this rank cannot send, receive descriptors, so that others can send.
-            receive_early(self.pairs)
+            time.sleep(0.005)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
         assert pair.control is not None
         while True:
             try:
-                received = pair.receive(most, 0.1)
+                received = shared_memory.receive_descriptors(pair.control, most, 0.1)
             except OSError as error:
                 if is_shortage(error):
                     raise
                 raise self._peer_lost(pair, error) from error
             if received is not None:
                 return received
-            receive_early(self.pairs)  # otherwise the peer may be unable to send
             self._check(lambda: {pair.rank: "it does not answer"})
 
     def _peer_lost(self, pair: PairSetup, why: object) -> PeerLost:
         return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
-        """Raises an error if a rank of the mesh is lost or the start timeout is over.
+        """Raises an error if a rank is lost, or if the start timeout is over.
 
         `missing` returns the peers for which this rank waits, with the reasons.
         """
@@ -455,39 +451,27 @@ class _MeshBuilder:
 
     def take_descriptors(self) -> LinkDescriptors:
         """Returns all descriptors. From then on, the caller must close them."""
-        mesh, index = self.mesh, {rank: i for i, rank in enumerate(self.ranks)}
-        for pair in self.pairs:
-            peer = index[pair.rank]
-            if pair.shared:
-                side = int(index[self.factory.rank] > peer)
-                # Get the peer's pid from the kernel, because a peer could send the pid
-                # of a process whose memory the peer itself must not read.
-                process = peer_pid(pair.control) if pair.control else 0
-                rings = (pair.memory, side, self.ring, pair.doorbell)
-                mesh.links.append(("shm", peer, *rings, process))
-                pair.memory = pair.doorbell = -1
-            else:
+        found, index = self.result, {rank: i for i, rank in enumerate(self.ranks)}
+        for pair in self.pairs.values():
+            if pair.data:
                 keys = [pair.keys[sock] for sock in pair.data]
                 sockets = [sock.detach() for sock in pair.data]
-                mesh.links.append(
-                    ("tcp", peer, sockets, *([keys] if any(keys) else []))
+                found.links.append(
+                    (index[pair.rank], sockets, keys if any(keys) else [])
                 )
+                pair.data = []
             if pair.watched and pair.control is not None:
-                mesh.control_keys.append(pair.keys[pair.control])
-                mesh.control.append((pair.rank, pair.control.detach()))
-        if self.segment >= 0:
-            doorbells = [-1] * len(self.ranks)
-            mesh.segment = (self.segment, self.tile, doorbells)
-            self.segment = -1
-            for link in mesh.links:
-                doorbells[link[1]] = os.dup(link[5])
-        self.mesh = LinkDescriptors()  # `close` must not close the caller's descriptors
-        return mesh
+                found.control_keys.append(pair.keys[pair.control])
+                found.control.append((pair.rank, pair.control.detach()))
+        if self.memory >= 0:
+            sharing = [index[rank] for rank in self.sharing]
+            found.memory = (self.memory, self.ring, self.tile, sharing)
+            self.memory = -1
+        return found
 
     def close(self) -> None:
         """Closes the descriptors that `take_descriptors` has not returned."""
-        for pair in self.pairs:
+        for pair in self.pairs.values():
             pair.close()
-        if self.segment >= 0:
-            os.close(self.segment)
-        self.mesh.close()
+        if self.memory >= 0:
+            os.close(self.memory)

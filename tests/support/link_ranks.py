@@ -1,4 +1,4 @@
-"""Ranks that are threads of the test process, for tests of meshes.
+"""Ranks that are threads of the test process, for tests of links.
 
 Rank r belongs to the simulated host hosts[r], and has its own listener. The native core
 is not used.
@@ -16,14 +16,18 @@ import pytest
 
 from ringjax.config import Config
 from ringjax.control.listener import LinkListener
-from ringjax.links.mesh import LinkDescriptors, MeshFactory
+from ringjax.links.factory import LinkDescriptors, LinkFactory
 from ringjax.membership.coordinator import Coordinator
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import join
 
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
 RING = 1 << 14
-SIZE = 3 * RING  # bytes of shared memory that the core would request
+
+
+def host_bytes(ranks: int, ring: int, tile: int) -> tuple[int, int]:
+    """Returns simple sizes in place of those of the native core."""
+    return 4096 + ranks * tile, 4096 + ranks * tile + ranks * (ranks - 1) * ring
 
 
 class Ranks:
@@ -43,12 +47,12 @@ class Ranks:
         )
         self.coordinator.start()
         self.pool = ThreadPoolExecutor(2 * self.size)
-        self.meshes: list[LinkDescriptors] = []
+        self.built: list[LinkDescriptors] = []
         self.listeners: list[LinkListener] = []
         futures = [self.pool.submit(self._factory, rank) for rank in range(self.size)]
         self.factories = [future.result() for future in futures]
 
-    def _factory(self, rank: int) -> MeshFactory:
+    def _factory(self, rank: int) -> LinkFactory:
         config = self.config
         if rank == self._without_tls:
             config = replace(config, tls="off")
@@ -74,7 +78,7 @@ class Ranks:
         }
         where = ",".join(self.coordinator.addresses)
         client = join(JobCredentials(where, SECRET, JOB), rank, hello, 10)
-        return MeshFactory(
+        return LinkFactory(
             rank=rank,
             members=client.members,
             hosts=self.hosts,
@@ -84,8 +88,7 @@ class Ranks:
             config=config,
             listener=listener,
             loss_monitor=client,
-            shm_bytes=lambda ring: 3 * ring,
-            segment_bytes=lambda size, tile: size * tile,
+            host_bytes=host_bytes,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
         )
 
@@ -104,13 +107,25 @@ class Ranks:
     ) -> list[LinkDescriptors]:
         ranks = range(self.size) if ranks is None else ranks
         futures = self.start(comm, ranks, ranks, control)
-        meshes = [future.result() for future in futures]
-        self.meshes += meshes
-        return meshes
+        built = [future.result() for future in futures]
+        self.built += built
+        return built
+
+    def connect(self, low: int, high: int, comm: int = 0) -> list[LinkDescriptors]:
+        """Connects two ranks of a communicator of all ranks, as a call would."""
+        futures = [
+            self.pool.submit(
+                self.factories[rank].connect, comm, range(self.size), "world", [peer]
+            )
+            for rank, peer in ((low, high), (high, low))
+        ]
+        built = [future.result() for future in futures]
+        self.built += built
+        return built
 
     def close(self) -> None:
-        for mesh in self.meshes:
-            mesh.close()
+        for links in self.built:
+            links.close()
         for listener in self.listeners:
             listener.close()
             listener.close()  # twice is fine
