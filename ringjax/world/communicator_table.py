@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 from ringjax import _native
 from ringjax.world.communicator_ids import EAGER_LANE
@@ -65,8 +65,8 @@ class CommunicatorTable:
             # Ctrl-C, refuses an installation and stays ended.
             with contextlib.suppress(_native.StatusError):
                 for transition in transitions[:-1]:
-                    resilient.install(None, *astuple(transition))
-                resilient.install(communicator, *astuple(transitions[-1]))
+                    _install(resilient, None, transition)
+                _install(resilient, communicator, transitions[-1])
         if communicator is None:
             return
         self.active[number] = communicator
@@ -90,3 +90,13 @@ class CommunicatorTable:
     def clear(self) -> None:
         self.resilient.clear()
         self.active.clear()
+
+
+def _install(
+    resilient: _native.ResilientComm,
+    communicator: _native.Communicator | None,
+    change: Transition,
+) -> None:
+    resilient.install(
+        communicator, change.finished, change.repeats, change.ranks, change.reason
+    )

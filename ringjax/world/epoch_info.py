@@ -122,7 +122,9 @@ def transitions(
     ranks = list(before.get(number & ~EAGER_LANE, ()))
     for members in directives:
         after = _ranks_in(members, number & ~EAGER_LANE)
-        moved = [_at(members.new_ranks, rank) for rank in ranks]
+        new_ranks = members.new_ranks
+        position = {rank: index for index, rank in enumerate(after)}
+        moved = [_at(new_ranks, rank) for rank in ranks]
         finished, repeats = members.decisions.get(
             number, (0, members.kind != "restart")
         )
@@ -130,7 +132,7 @@ def transitions(
             Transition(
                 finished=finished,
                 repeats=repeats,
-                ranks=tuple(after.index(r) if r in after else -1 for r in moved),
+                ranks=tuple(position.get(rank, -1) for rank in moved),
                 reason=end_reason(members),
             )
         )
