@@ -156,7 +156,8 @@ class Job:
     def output(self, rank: int) -> str:
         """Returns stdout and stderr of a rank, or of a worker in an elastic job."""
         logs = self._folder / "logs"
-        folders = [logs / f"rank.{rank}", logs / f"worker.{rank}"]
+        number = str(rank).zfill(len(str(self.np - 1)))
+        folders = [logs / f"rank.{number}", logs / f"worker.{rank}"]
         names = [folder / name for folder in folders for name in ("stdout", "stderr")]
         return "".join(map(_text, names))
 
