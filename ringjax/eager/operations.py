@@ -17,6 +17,7 @@ from ringjax import _native, errors, runtime
 from ringjax.eager import lane, result_memory
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
+from ringjax.ops import ReduceOp
 
 Outs = Sequence[AnyArray] | None
 # A function that makes an operation's result from the list of its result tensors.
@@ -48,25 +49,36 @@ def run_if_plain(
     out: AnyArray,
     name: str | None,
     process_set: runtime.ProcessSet,
-    reduce_op: int = 1,
+    reduce_op: int = ReduceOp.Sum,
     prescale: float = 1.0,
     postscale: float = 1.0,
     root: int = 0,
 ) -> Array | None:
     """Runs an operation on a contiguous numpy array by one native call.
 
-    The usual way by a handle takes longer than a short operation.
+    The usual way by a handle takes longer than a short operation. For the same reason
+    this function checks the usual types first, and calls other functions of Python only
+    for other types.
 
     Returns:
         The result. If `tensor` or `out` is not a contiguous numpy array, this function
         submits nothing and returns None, and the caller must submit the operation.
     """
+    if type(reduce_op) is not ReduceOp:
+        reduce_op = lane.reduce_op(op, reduce_op)
+    if type(prescale) is not float or type(postscale) is not float:
+        prescale = lane.as_float(op, "prescale_factor", prescale)
+        postscale = lane.as_float(op, "postscale_factor", postscale)
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
     # Each call of next_name advances a counter. So pass next_name to the native core,
     # which calls it only if it submits the operation.
-    given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
+    given: str | Callable[[], str]
+    if type(name) is str and name:
+        given = name
+    else:
+        given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
     if out is None:
         shape = tensor.shape
         if op == "reducescatter" and shape:
@@ -93,7 +105,6 @@ def run_reduction(
     collective: str,
     tensor: AnyArray,
     op: int,
-    *,
     name: str | None,
     prescale: float,
     postscale: float,
@@ -101,14 +112,8 @@ def run_reduction(
     out: AnyArray,
 ) -> AnyArray:
     """Runs an allreduce or reducescatter of one tensor and returns its result."""
-    # Pass the options one by one: a dict of options would make short operations 13 %
-    # slower.
-    reduce_op = lane.reduce_op(collective, op)
-    if type(prescale) is not float or type(postscale) is not float:
-        prescale = lane.as_float(collective, "prescale_factor", prescale)
-        postscale = lane.as_float(collective, "postscale_factor", postscale)
     result = run_if_plain(
-        collective, tensor, out, name, process_set, reduce_op, prescale, postscale
+        collective, tensor, out, name, process_set, op, prescale, postscale
     )
     if result is not None:
         return result

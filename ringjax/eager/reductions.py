@@ -89,11 +89,11 @@ def allreduce(
         "allreduce",
         tensor,
         op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        out=out,
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        out,
     )
 
 
@@ -197,11 +197,11 @@ def reducescatter(
         "reducescatter",
         tensor,
         op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        out=out,
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        out,
     )
 
 

@@ -128,6 +128,8 @@ def test_an_unusable_out_is_refused_before_sending(
     cases: list[tuple[type[Exception], str, Any, Any]] = [
         (ValueError, r"float64\[6\], expected float32\[6\]", x, np.zeros(6)),
         (ValueError, r"float32\[5\], expected float32\[6\]", x, x[:5].copy()),
+        (ValueError, r"float32\[6,1\], expected float32\[6\]", x, x[:, None].copy()),
+        (ValueError, r"float32\[6\], expected float32\[6,1\]", x[:, None], x.copy()),
         (ValueError, "contiguous and writeable", x, np.zeros(12, np.float32)[::2]),
         (ValueError, "contiguous and writeable", x, frozen),
         (ValueError, "shares memory", both[:6], both[3:9]),

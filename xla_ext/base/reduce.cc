@@ -285,17 +285,30 @@ void CheckSupported(const Arithmetic& a) {
   RJ_CHECK(a.divisor >= 1, "the divisor must be positive");
 }
 
-// Replaces each NaN by `nan`. `infinity` has the bits of +infinity.
+// Replaces each NaN by `nan`. `infinity` has the bits of +infinity. The bits are signed
+// integers, because x86-64-v3 has no instruction that compares unsigned ones.
 template <typename Bits>
-void Unify(void* values, size_t n, Bits infinity, Bits nan) {
+RINGJAX_INLINE void Unify(void* values, size_t n, Bits infinity, Bits nan) {
   auto* at = static_cast<std::byte*>(values);
   for (size_t i = 0; i < n; ++i, at += sizeof(Bits)) {
     Bits bits;
     std::memcpy(&bits, at, sizeof bits);
-    const auto magnitude =
-        static_cast<Bits>(bits & (std::numeric_limits<Bits>::max() >> 1));
+    const auto magnitude = static_cast<Bits>(bits & std::numeric_limits<Bits>::max());
     if (magnitude > infinity) bits = nan;
     std::memcpy(at, &bits, sizeof bits);
+  }
+}
+
+RINGJAX_INLINE void UnifyFloats(void* values, size_t n, DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return Unify<int16_t>(values, n, 0x7c00, 0x7e00);
+    case DType::kBF16:
+      return Unify<int16_t>(values, n, 0x7f80, 0x7fc0);
+    case DType::kF32:
+      return Unify<int32_t>(values, n, 0x7f800000, 0x7fc00000);
+    default:
+      return Unify<int64_t>(values, n, int64_t{0x7ff} << 52, int64_t{0xfff} << 51);
   }
 }
 
@@ -357,22 +370,9 @@ void CopyScaled(void* out, const void* own, size_t n, const Arithmetic& a, bool 
 }
 
 void UnifyNans(void* values, size_t n, DType dtype) {
-  switch (dtype) {
-    case DType::kF16:
-      return Unify<uint16_t>(values, n, 0x7c00, 0x7e00);
-    case DType::kBF16:
-      return Unify<uint16_t>(values, n, 0x7f80, 0x7fc0);
-    case DType::kF32:
-      return Unify<uint32_t>(values, n, 0x7f800000, 0x7fc00000);
-    case DType::kF64:
-      return Unify<uint64_t>(values, n, uint64_t{0x7ff} << 52, uint64_t{0xfff} << 51);
-    case DType::kC64:
-      return UnifyNans(values, 2 * n, DType::kF32);
-    case DType::kC128:
-      return UnifyNans(values, 2 * n, DType::kF64);
-    default:
-      return;
-  }
+  if (IsComplex(dtype))
+    return UnifyNans(values, 2 * n, dtype == DType::kC64 ? DType::kF32 : DType::kF64);
+  if (IsFloat(dtype)) ByLevel<UnifyFloats>(values, n, dtype);
 }
 
 }  // namespace ringjax

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <span>
 #include <string_view>
 #include <utility>
 
@@ -35,11 +36,14 @@ class Plain {
       PyErr_Clear();
       return false;
     }
-    const auto dtype = Named(view_.format, view_.itemsize);
-    if (dtype) piece.dtype = *dtype;
-    piece.dims.assign(view_.shape, view_.shape + view_.ndim);
-    return dtype.has_value();
+    const auto found = Named(view_.format, view_.itemsize);
+    if (found) dtype_ = *found;
+    return found.has_value();
   }
+  std::span<const Py_ssize_t> dims() const {
+    return {view_.shape, static_cast<size_t>(view_.ndim)};
+  }
+  Submission::Piece piece() const { return {dtype_, {dims().begin(), dims().end()}}; }
   void* address() const { return view_.buf; }
   uint64_t bytes() const { return static_cast<uint64_t>(view_.len); }
   bool Overlaps(const Plain& other) const {
@@ -51,12 +55,10 @@ class Plain {
   }
   // Whether rows of both arrays have the same type and shape; row counts may differ.
   bool IsLike(const Plain& other) const {
-    return piece.dtype == other.piece.dtype && !piece.dims.empty() &&
-           std::equal(piece.dims.begin() + 1, piece.dims.end(),
-                      other.piece.dims.begin() + 1, other.piece.dims.end());
+    const auto own = dims(), others = other.dims();
+    return dtype_ == other.dtype_ && own.size() == others.size() && !own.empty() &&
+           std::equal(own.begin() + 1, own.end(), others.begin() + 1);
   }
-
-  Submission::Piece piece;
 
  private:
   // Returns the element type of a native format of Python's struct module, or nullopt.
@@ -79,6 +81,7 @@ class Plain {
   }
 
   Py_buffer view_ = {};
+  DType dtype_ = DType::kF32;
 };
 
 // The properties of an operation on one tensor, except its name and its tensor.
@@ -101,37 +104,42 @@ struct Kind {
 
 // Whether `result` has the rows that this rank receives of `in` in a reducescatter.
 bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
-  if (in.piece.dims.empty()) return false;
+  if (in.dims().empty()) return false;
   const auto present = lane.lane.communicator();
-  return result.piece.dims[0] ==
-         ShareOf(in.piece.dims[0], present->rank(), present->size());
+  return result.dims()[0] == ShareOf(in.dims()[0], present->rank(), present->size());
 }
 
-// Submits an operation and waits until it has ended. The lane keeps `held` until the
-// operation has ended, even if an interrupt ends the wait earlier.
+// Submits an operation and waits until it has ended. After an interrupt the operation
+// continues, so the lane keeps the object keep() until the operation has ended.
+template <typename Keep>
 BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
-                 nb::object held) {
-  request.keep = held.ptr();
+                 const Keep& keep) {
   auto work = HandIn(self->lane, std::move(request));
   Raise(work.status());
-  held.release();
   BoundWork waiting{self, std::move(work.value())};
-  Wait(waiting, std::nullopt);
+  try {
+    Wait(waiting, std::nullopt);
+  } catch (...) {
+    if (!waiting.work->done()) self->KeepUntilDone(waiting.work, keep());
+    throw;
+  }
   return waiting;
 }
 
 // Runs one operation on an array that Plain can describe, with the result in another
 // such array or in place. If the arrays do not allow that, does nothing and returns
-// false. `name`: a str, or a callable that returns one.
+// false. `name`: a str, or a callable that returns one. `reduce_op`: a ReduceOp of
+// Python, which nanobind would convert to an int in a second attempt, after all other
+// arguments a first time.
 bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
-              nb::handle array, nb::handle out, int reduce_op, int root,
+              nb::handle array, nb::handle out, nb::handle reduce_op, int root,
               double prescale, double postscale, double timeout) {
   Plain in, result;
   if (!in.Look(array.ptr(), false) || !result.Look(out.ptr(), true)) return false;
-  if (in.piece.dims.empty() ? !result.piece.dims.empty() : !result.IsLike(in))
-    return false;
+  if (in.dims().empty() ? !result.dims().empty() : !result.IsLike(in)) return false;
   EagerRequest request;
-  Kind{op, reduce_op, root, prescale, postscale, timeout}.Describe(&request);
+  const auto code = static_cast<int>(AsNumber(reduce_op.ptr()));
+  Kind{op, code, root, prescale, postscale, timeout}.Describe(&request);
   const Collective kind = request.what.op;
   const bool ragged = kind == Collective::kAllgather || kind == Collective::kAlltoall;
   const bool whole = !ragged && kind != Collective::kReducescatter;
@@ -143,28 +151,18 @@ bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
   request.what.name = nb::cast<std::string>(name);
   request.ins = {in.address()};
   request.outs = {result.address()};
-  request.rooms = {result.bytes()};
-  request.what.tensors.push_back(std::move(in.piece));
-  nb::list held;
-  held.append(array);
-  held.append(out);
-  const auto ended = [&] {
-    try {
-      return RunNow(self, std::move(request), held);
-    } catch (...) {
-      // After an interrupt the operation continues, so `out` must not be resized, as a
-      // bytearray could be. A memoryview prevents the resizing until the end.
-      if (PyObject* view = PyMemoryView_FromObject(out.ptr()))
-        held.append(nb::steal(view));
-      else
-        PyErr_Clear();
-      throw;
-    }
-  }();
+  if (ragged) request.rooms = {result.bytes()};
+  request.what.tensors.push_back(in.piece());
+  const BoundWork ended = RunNow(self, std::move(request), [&] {
+    // A memoryview prevents that `out` is resized, as a bytearray could be.
+    nb::object view = nb::steal(PyMemoryView_FromObject(out.ptr()));
+    if (!view.is_valid()) PyErr_Clear();
+    return nb::make_tuple(array, view.is_valid() ? view : nb::borrow(out));
+  });
   if (!ragged || ended.At(0).memory.get() == result.address()) return true;
   const int64_t rows = ended.At(0).dims[0];
   throw nb::value_error(("ringjax: the result has " + std::to_string(rows) +
-                         " rows, and out " + std::to_string(result.piece.dims[0]))
+                         " rows, and out " + std::to_string(result.dims()[0]))
                             .c_str());
 }
 
@@ -177,7 +175,7 @@ void RunAt(const std::shared_ptr<BoundLane>& self, int op, std::string name,
   request.what.name = std::move(name);
   ReadInput(in.ptr(), &request);
   request.outs = {AsAddress(out.ptr())};
-  RunNow(self, std::move(request), std::move(keep));
+  RunNow(self, std::move(request), [&] { return keep; });
 }
 
 }  // namespace

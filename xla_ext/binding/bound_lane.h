@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "binding/module.h"
 #include "device/eager_cuda.h"
@@ -32,9 +33,20 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
   }
 
   void ReleaseEnded() {
+    if (!interrupted_.empty()) {
+      // Code of Python that runs at a release may call this function again.
+      const auto all = std::exchange(interrupted_, {});
+      for (const auto& each : all)
+        if (!each.first->done()) interrupted_.push_back(each);
+    }
     if (!lane.ended_tasks().any()) return;
     for (void* kept : lane.ended_tasks().Take())
       Py_DECREF(static_cast<PyObject*>(kept));
+  }
+
+  // Keeps `kept` until the work of an interrupted caller has ended.
+  void KeepUntilDone(std::shared_ptr<Work> work, nanobind::object kept) {
+    interrupted_.emplace_back(std::move(work), std::move(kept));
   }
 
   std::shared_ptr<EagerCuda> cuda() const {  // backend of the current epoch, or null
@@ -42,6 +54,10 @@ class BoundLane : public std::enable_shared_from_this<BoundLane> {
   }
 
   EagerLane lane;
+
+ private:
+  // KeepUntilDone appends to this list. Used only with the GIL held.
+  std::vector<std::pair<std::shared_ptr<Work>, nanobind::object>> interrupted_;
 };
 
 struct BoundWork {

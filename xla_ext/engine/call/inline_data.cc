@@ -48,16 +48,12 @@ std::byte* SlotData(const Endpoints& endpoints, uint64_t turn, size_t rank) {
          SharedSegment::kHeaderBytes;
 }
 
-// Returns how many bytes each rank contributes. Must not be called for an alltoall,
-// where no rank knows the sizes of all other ranks.
-std::vector<uint64_t> ContributedBytes(const Problem& problem, const Arithmetic& a,
-                                       size_t size) {
-  if (problem.op == Collective::kAllgather) return problem.counts;
-  if (problem.op != Collective::kBroadcast)
-    return std::vector(size, Sum(problem.counts) * Width(a.wire));
-  std::vector<uint64_t> given(size);
-  given[static_cast<size_t>(problem.root)] = problem.counts[0];
-  return given;
+// Returns how many bytes a rank contributes. Must not be called for an alltoall, where
+// no rank knows the sizes of all other ranks.
+uint64_t ContributedBytes(const Problem& problem, const Arithmetic& a, size_t rank) {
+  if (problem.op == Collective::kAllgather) return problem.counts[rank];
+  if (problem.op != Collective::kBroadcast) return Sum(problem.counts) * Width(a.wire);
+  return rank == static_cast<size_t>(problem.root) ? problem.counts[0] : 0;
 }
 
 // Copies `in` to `to`, converted to the element type of the wire.
@@ -79,9 +75,13 @@ void ReduceValues(const Values& values, uint64_t offset, const Arithmetic& a,
   const size_t last = values.size() - 1;
   out.ForPieces(0, out.bytes(), [&](Span to) {
     const uint64_t n = to.bytes / Width(a.dtype);
-    Decode(to.data, values[0].data() + offset, n, a);
-    for (size_t r = 1; r <= last; ++r)
-      Combine(to.data, to.data, values[r].data() + offset, n, a, false, r == last);
+    const void* reduced = values[0].data() + offset;
+    if (a.compressed() || last == 0) {
+      Decode(to.data, reduced, n, a);
+      reduced = to.data;
+    }
+    for (size_t r = 1; r <= last; ++r, reduced = to.data)
+      Combine(to.data, reduced, values[r].data() + offset, n, a, false, r == last);
     offset += n * Width(a.wire);
   });
 }
@@ -147,8 +147,10 @@ Status ReadTables(const Problem& problem, const Endpoints& endpoints, Values* va
 uint64_t InlineBytes(const Problem& problem, const Arithmetic& a, int size) {
   const auto ranks = static_cast<size_t>(size);
   if (problem.op == Collective::kAlltoall) return Table::Bytes(ranks);
-  const std::vector<uint64_t> given = ContributedBytes(problem, a, ranks);
-  return *std::max_element(given.begin(), given.end());
+  uint64_t most = 0;
+  for (size_t r = 0; r < ranks; ++r)
+    most = std::max(most, ContributedBytes(problem, a, r));
+  return most;
 }
 
 void PutInline(const Problem& problem, const Arithmetic& a, const Spans& in,
@@ -176,9 +178,8 @@ Status ReadInline(const Problem& problem, const Arithmetic& a,
     return ReadTables(problem, endpoints, values, whole);
   const uint64_t turn = endpoints.segment->own(SharedSegment::kAgreed);
   const auto size = static_cast<size_t>(endpoints.segment->size());
-  const std::vector<uint64_t> given = ContributedBytes(problem, a, size);
   for (size_t r = 0; r < size; ++r)
-    values->emplace_back(SlotData(endpoints, turn, r), given[r]);
+    values->emplace_back(SlotData(endpoints, turn, r), ContributedBytes(problem, a, r));
   return OkStatus();
 }
 
@@ -186,11 +187,11 @@ int ReadPiggybacked(const Problem& problem, const Arithmetic& a, int rank,
                     std::span<const std::span<const std::byte>> given, Values* values) {
   const size_t size = given.size();
   const bool parts = problem.op == Collective::kAlltoall;
-  std::vector<uint64_t> whole;
-  if (!parts) whole = ContributedBytes(problem, a, size);
   values->clear();
+  values->reserve(size);
   for (size_t r = 0; r < size; ++r) {
-    const uint64_t part = parts ? problem.counts[size + r] : whole[r];
+    const uint64_t part =
+        parts ? problem.counts[size + r] : ContributedBytes(problem, a, r);
     if (given[r].size() != part * (parts ? size : 1)) return static_cast<int>(r);
     const uint64_t before = parts ? part * static_cast<uint64_t>(rank) : 0;
     values->push_back(given[r].subspan(before, part));

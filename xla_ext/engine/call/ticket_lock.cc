@@ -10,6 +10,7 @@ uint64_t TicketLock::Take() {
 }
 
 Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
+  if (serving_.load(std::memory_order_acquire) == ticket) return OkStatus();
   std::unique_lock lock(mutex_);
   while (serving_ != ticket) {
     // `stop` is called before each sleep, because an earlier ticket may never be used,

@@ -6,6 +6,7 @@
 // Without contention, a caller only locks a mutex.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -39,7 +40,9 @@ class TicketLock {
   const std::chrono::milliseconds slice_;
   std::mutex mutex_;
   std::condition_variable served_;
-  uint64_t next_ = 0, serving_ = 0, woken_ = 0;
+  uint64_t next_ = 0, woken_ = 0;
+  // Only written with mutex_ held. Wait reads it first without the mutex.
+  std::atomic<uint64_t> serving_{0};
 };
 
 // Calls Leave at the end of a scope, even if an exception ends the scope.

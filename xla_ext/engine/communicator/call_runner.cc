@@ -39,8 +39,9 @@ class ActiveMark {
 }  // namespace
 
 Status CallRunner::InTurn(const Call& call, const std::function<Status()>& body) {
+  const auto guarded = [&] { return Guarded(call, body); };
   return state_.own->InTurn(failures_, state_.own->TakeTicket(), call,
-                            [&] { return Guarded(call, body); });
+                            std::ref(guarded));  // a copy would allocate memory
 }
 
 Status CallRunner::Guarded(const Call& call, const std::function<Status()>& body) {

@@ -1,6 +1,8 @@
 // Implements Rounds: exchanges messages, and waits for the next round. See rounds.h.
 #include "engine/communicator/rounds.h"
 
+#include <functional>
+
 #include "engine/call/inline_data.h"
 #include "engine/communicator/requests.h"
 
@@ -24,7 +26,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
                         Piggyback* piggyback) {
   Piggyback nothing;
   if (piggyback == nullptr) piggyback = &nothing;
-  return runner_.InTurn(Round(), [&] {
+  const auto exchange = [&]() -> Status {
     Frame frame;
     log_.Enter();
     RJ_TRY(runner_.Begin(Round(), &frame));
@@ -45,7 +47,8 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
     state_.progress->Returned(state_.sequence());
     stalls_.EndRound();
     return OkStatus();
-  });
+  };
+  return runner_.InTurn(Round(), std::ref(exchange));  // a copy would allocate memory
 }
 
 Status Rounds::RunPiggybacked(const Call& call,

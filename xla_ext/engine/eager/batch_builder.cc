@@ -239,12 +239,12 @@ Status BatchBuilder::Build(const Decision& decision, Batch* batch) const {
   size_t tensors = 0;
   for (const Ready& ready : decision.fused) tensors += ready.any->tensors.size();
   call.tensors.reserve(tensors);
-  const bool ragged =
-      call.op == Collective::kAllgather || call.op == Collective::kAlltoall;
+  const bool ragged = RaggedRows(call.op);
   size_t next = 0;
   for (const Ready& ready : decision.fused) {
-    std::vector<Output>* outputs =
-        Mine(ready, communicator_->rank()) ? &batch->outputs[next++] : nullptr;
+    std::vector<Output>* outputs = ragged && Mine(ready, communicator_->rank())
+                                       ? &batch->outputs[next++]
+                                       : nullptr;
     for (size_t i = 0; i < ready.any->tensors.size(); ++i)
       RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch) : AddFixed(ready, i, batch));
   }

@@ -44,7 +44,8 @@ class BatchBuilder {
   explicit BatchBuilder(const LaneState& state);
 
   // Fills `batch->call` and allocates the memory that the call needs. The caller has
-  // set `batch->tasks`, and `batch->outputs` has one entry for each task.
+  // set `batch->tasks`. For an allgather or alltoall, `batch->outputs` has one entry
+  // for each task.
   Status Build(const Decision& decision, Batch* batch) const;
 
  private:

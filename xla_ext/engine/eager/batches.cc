@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/call/hash.h"
-
 namespace ringjax {
 namespace {
 
@@ -52,14 +50,6 @@ bool Batches::Kind::operator==(const Kind& other) const {
          SameBits(postscale, other.postscale);
 }
 
-size_t Batches::KindHash::operator()(const Kind& kind) const {
-  Hash hash;
-  hash.Add(kind.kinds);
-  hash.Add(kind.prescale);
-  hash.Add(kind.postscale);
-  return hash.value();
-}
-
 Batches::Kind Batches::KindOf(const Submission& s) {
   Kind kind;
   kind.kinds = static_cast<uint64_t>(s.op) | static_cast<uint64_t>(s.cuda) << 8;
@@ -77,18 +67,21 @@ void Batches::Add(Ready ready) {
   const uint64_t bytes = BytesOf(ready);
   if (threshold_ == 0 || bytes > threshold_ || !Fuses(ready))
     return Append(DecisionToRun(std::move(ready)));
-  std::vector<Bin>& bins = open_[KindOf(*ready.any)];
-  for (Bin& bin : bins) {
-    if (bytes > threshold_ - bin.bytes) continue;
-    bin.bytes += bytes;
-    (*decisions_)[bin.decision].fused.push_back(std::move(ready));
-    return;
+  const Kind kind = KindOf(*ready.any);
+  size_t of_kind = 0;
+  auto fullest = open_.end();
+  for (auto bin = open_.begin(); bin != open_.end(); ++bin) {
+    if (!(bin->kind == kind)) continue;
+    if (bytes <= threshold_ - bin->bytes) {
+      bin->bytes += bytes;
+      (*decisions_)[bin->decision].fused.push_back(std::move(ready));
+      return;
+    }
+    ++of_kind;
+    if (fullest == open_.end() || bin->bytes > fullest->bytes) fullest = bin;
   }
-  if (bins.size() == kMaxOpen)
-    bins.erase(
-        std::max_element(bins.begin(), bins.end(),
-                         [](const Bin& a, const Bin& b) { return a.bytes < b.bytes; }));
-  bins.push_back({decisions_->size(), bytes});
+  if (of_kind == kMaxOpen) open_.erase(fullest);
+  open_.push_back({kind, decisions_->size(), bytes});
   Append(DecisionToRun(std::move(ready)));
 }
 

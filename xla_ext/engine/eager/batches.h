@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
 #include "engine/eager/negotiation.h"
@@ -35,11 +34,9 @@ class Batches {
     double prescale = 1, postscale = 1;
     bool operator==(const Kind&) const;
   };
-  struct KindHash {
-    size_t operator()(const Kind& kind) const;
-  };
   // A Call that still accepts tensors: its index in `*decisions_` and its bytes so far.
   struct Bin {
+    Kind kind;
     size_t decision;
     uint64_t bytes;
   };
@@ -47,7 +44,7 @@ class Batches {
 
   uint64_t threshold_;
   std::vector<Decision>* decisions_;
-  std::unordered_map<Kind, std::vector<Bin>, KindHash> open_;
+  std::vector<Bin> open_;  // a map would be slower for the few kinds of a program
 };
 
 }  // namespace ringjax

@@ -139,11 +139,11 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
   for (const Ready& ready : decision.fused) {
     TaskPtr task = Mine(ready, communicator_->rank());
     if (!task) continue;
-    batch.marks.push_back(task->mark);
+    if (task->cuda) batch.marks.push_back(task->mark);
     batch.tasks.push_back(std::move(task));
   }
-  batch.outputs.resize(batch.tasks.size());
   const Submission& first = *decision.fused[0].any;
+  if (RaggedRows(first.op)) batch.outputs.resize(batch.tasks.size());
   Status status, lost;
   const auto agreed = Clock::now();
   record_.RecordRun(decision);
@@ -176,7 +176,8 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
     if (values != nullptr) ++state_.stats.piggybacked;
     state_.stats.fused += batch.tasks.size();
   }
-  tasks_.Finish(batch.tasks, status, status.ok() ? &batch.outputs : nullptr, batch.end);
+  const bool has_outputs = status.ok() && !batch.outputs.empty();
+  tasks_.Finish(batch.tasks, status, has_outputs ? &batch.outputs : nullptr, batch.end);
   return OkStatus();
 }
 

@@ -119,7 +119,8 @@ void EagerLane::ThreadMain() {
 }
 
 // Runs `body`. If `body` throws (mostly std::bad_alloc), aborts the epoch on all ranks.
-void EagerLane::Guarded(const std::function<void()>& body) {
+template <typename Body>
+void EagerLane::Guarded(const Body& body) {
   try {
     body();
   } catch (const std::exception& e) {
@@ -149,9 +150,9 @@ bool EagerLane::Drive(const Work& work) {
     const InterruptsAfter interrupts(kInterruptAfter);
     const auto until = Clock::now() + kLongestTurn;
     Guarded([&] {
-      while (!work.done() && Clock::now() < until &&
-             engine_.Turn(until, TakesSubmissions()).ok())
-        continue;
+      for (bool goes_on = !work.done(); goes_on;)
+        goes_on = engine_.Turn(until, TakesSubmissions()).ok() && !work.done() &&
+                  Clock::now() < until;
     });
   }
   progress.unlock();

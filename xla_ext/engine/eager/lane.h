@@ -21,7 +21,6 @@
 #pragma once
 
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -92,7 +91,8 @@ class EagerLane {
                               std::shared_ptr<EagerBackend>* backend) const;
 
   void ThreadMain();  // the main function of the lane's own thread
-  void Guarded(const std::function<void()>& body);
+  template <typename Body>
+  void Guarded(const Body& body);
   // Runs the lane until the epoch ends. `progress` is the progress lock.
   void RunEpoch(std::unique_lock<std::mutex>* progress);
   bool Drive(const Work& work);

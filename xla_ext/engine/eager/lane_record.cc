@@ -14,12 +14,14 @@ LaneRecord::LaneRecord(LaneState& state)
 void LaneRecord::set_timeline(std::shared_ptr<Timeline> timeline) {
   std::lock_guard lock(state_.mutex);
   timeline_ = std::move(timeline);
+  is_new_.store(true, std::memory_order_release);
 }
 
 void LaneRecord::BeginRound() {
-  {
+  if (is_new_.load(std::memory_order_acquire)) {
     std::lock_guard lock(state_.mutex);
     recording_ = timeline_;
+    is_new_.store(false, std::memory_order_relaxed);
   }
   if (recording_) recording_->Round();
 }

@@ -3,6 +3,7 @@
 // rank shows when every rank has submitted an operation.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -46,6 +47,8 @@ class LaneRecord {
   const std::shared_ptr<Communicator>& communicator_;  // the lane's current epoch
   std::shared_ptr<Timeline> recording_;                // timeline_ at BeginRound
   std::shared_ptr<Timeline> timeline_;                 // guarded by LaneState::mutex
+  // Whether timeline_ was set after BeginRound read it. Written with LaneState::mutex.
+  std::atomic<bool> is_new_{false};
 };
 
 }  // namespace ringjax

@@ -36,7 +36,7 @@ NegotiationOptions ProgressEngine::ForNegotiation() {
 
 Status ProgressEngine::Turn(Clock::time_point until, bool takes_submissions) {
   if (takes_submissions) TakeSubmissions();
-  if (Clock::now() >= stalls_.next_look()) stalls_.Watch(negotiation_.get());
+  if (stalls_.IsDue()) stalls_.Watch(negotiation_.get());
   if (negotiation_->HasItems()) {
     RJ_TRY(AwaitMore());
     return Round();
@@ -186,6 +186,7 @@ Piggyback ProgressEngine::OfferData() const {
       !communicator_->rounds().CanPiggyback(task->op))
     return piggyback;
   piggyback.given = true;
+  piggyback.all.reserve(static_cast<size_t>(communicator_->size()));
   if (task->op != Collective::kBroadcast || task->root == communicator_->rank())
     piggyback.own = {static_cast<const std::byte*>(task->ins[0]),
                      task->tensors[0].bytes()};

@@ -27,6 +27,9 @@ class StallInspector {
   // The time at which Watch must be called next, or max() while no operation is
   // pending.
   Clock::time_point next_look() const { return next_look_; }
+  bool IsDue() const {
+    return next_look_ != Clock::time_point::max() && Clock::now() >= next_look_;
+  }
   // Warns about operations that wait for other ranks, and expires those whose timeout
   // has passed.
   void Watch(Negotiation* negotiation);
