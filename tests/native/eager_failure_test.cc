@@ -209,10 +209,13 @@ TEST(eager_long_messages_travel_in_rounds) {
     for (const size_t tile : {0, 4096}) {
       World world(std::vector<int>(static_cast<size_t>(size), 0), "", 4096, 20, tile);
       world.Each([&](Communicator& c) {
-        for (const size_t bytes : {0, 1, 447, 449, 16384, 16385, 100000}) {
-          // Even ranks send messages of half the length.
+        for (const size_t bytes : {0, 1, 2, 447, 448, 449, 16384, 16385, 100000}) {
+          // If `bytes` is odd, even ranks send messages of half the length. Otherwise
+          // three successive ranks send equal messages.
           auto text = [&](int r) {
-            return std::string(r % 2 ? bytes : bytes / 2, static_cast<char>('a' + r));
+            return bytes % 2 ? std::string(r % 2 ? bytes : bytes / 2,
+                                           static_cast<char>('a' + r))
+                             : std::string(bytes, static_cast<char>('a' + r / 3));
           };
           std::vector<std::string> all;
           CHECK(c.rounds().Exchange(text(c.rank()), &all).ok());

@@ -203,7 +203,7 @@ TEST(eager_values_are_ignored_if_a_rank_sent_none) {
   writer.Description(Place("more", &more, &more).what);
   auto work = lane.Submit(Place("x", &x, &x)).value();
   std::vector<std::string> messages;
-  CHECK(world.ranks[1]->rounds().Exchange(writer.Seal(0, 1), &messages).ok());
+  CHECK(world.ranks[1]->rounds().Exchange(writer.Seal(0), &messages).ok());
   Call call = AllreduceOf(&theirs);
   call.name = "x";
   CHECK(world.ranks[1]->Run(call).ok());
@@ -225,7 +225,7 @@ TEST(eager_values_that_contradict_the_message_are_damage) {
   auto work = lane.Submit(Place("x", &x, &x)).value();
   std::vector<std::string> messages;
   CHECK(
-      world.ranks[1]->rounds().Exchange(writer.Seal(0, 1), &messages, &piggyback).ok());
+      world.ranks[1]->rounds().Exchange(writer.Seal(0), &messages, &piggyback).ok());
   CHECK(piggyback.whole);
   const Status status = work->Wait();
   CHECK(status.message().find("rank 1 has told of other bytes than it gave") !=

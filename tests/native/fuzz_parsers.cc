@@ -37,7 +37,7 @@ Submission Rooted() {
 std::string Items(const std::vector<Submission>& submissions) {
   NegotiationWriter writer;
   for (const Submission& s : submissions) writer.Description(s);
-  const std::string sealed = writer.Seal(0, 0);
+  const std::string sealed = writer.Seal(0);
   return sealed.substr(0, sealed.size() - 4);
 }
 
@@ -51,10 +51,10 @@ void ReadAll(NegotiationReader reader, int size) {
     // A parsed description can be written again, and the copy means the same.
     NegotiationWriter writer;
     writer.Description(*item.submission);
-    const std::string again = writer.Seal(3, 1);
+    const std::string again = writer.Seal(3);
     NegotiationReader other(again, size);
     NegotiationItem twin;
-    ALWAYS(other.Open(3, 1) && other.Next(&twin).ok() && other.done());
+    ALWAYS(other.Open(3) && other.Next(&twin).ok() && other.done());
     ALWAYS(twin.submission->Same(*item.submission));
     ALWAYS(twin.submission->Hash() == item.submission->Hash());
   }
@@ -64,10 +64,10 @@ void Messages(std::string_view input) {
   Pieces pieces(input);
   const int size = 1 + pieces.Byte() % 5;
   NegotiationReader raw(pieces.rest(), size);
-  if (raw.Open(0, 0)) ReadAll(raw, size);
-  const std::string sealed = SealMessage(std::string(pieces.rest()), 7, 2);
+  if (raw.Open(0)) ReadAll(raw, size);
+  const std::string sealed = SealMessage(std::string(pieces.rest()), 7);
   NegotiationReader reader(sealed, size);
-  ALWAYS(reader.Open(7, 2) == !pieces.rest().empty());
+  ALWAYS(reader.Open(7) == !pieces.rest().empty());
   if (!pieces.rest().empty()) ReadAll(reader, size);
 }
 
@@ -76,7 +76,7 @@ std::vector<std::string> MessageSeeds() {
   for (uint64_t number : {7, 8, 9, 3, 300}) writer.Reference(number);
   writer.Join();
   writer.Expiry(Sum("late"), 1.5, "rank 1: it is at train.py:41");
-  const std::string sealed = writer.Seal(0, 0);
+  const std::string sealed = writer.Seal(0);
   return {"\2" + Items({Sum("a"), Splitting(), Rooted()}), "\2" + sealed,
           "\2" + sealed.substr(0, sealed.size() - 4),
           std::string("\0", 1) + Items({Named(Collective::kBarrier, "", {})})};
@@ -124,7 +124,7 @@ void Negotiate(std::string_view input) {
     }
     const std::string items(pieces.Text());
     if (!items.empty())
-      messages[kHostile] = SealMessage(items, static_cast<uint64_t>(round), kHostile);
+      messages[kHostile] = SealMessage(items, static_cast<uint64_t>(round));
     std::vector<Decision> decisions[2];
     const Status one = ranks[0].Receive(messages, &decisions[0]);
     const Status two = ranks[2].Receive(messages, &decisions[1]);
@@ -150,12 +150,12 @@ std::vector<std::string> NegotiateSeeds() {
   NegotiationWriter references;
   references.Reference(0);
   references.Reference(1);
-  const std::string sealed = references.Seal(0, 0);
+  const std::string sealed = references.Seal(0);
   const std::string known = sealed.substr(0, sealed.size() - 4);
   NegotiationWriter joins;
   joins.Join();
   joins.Expiry(Sum("a"), 3);
-  const std::string joined = joins.Seal(0, 0);
+  const std::string joined = joins.Seal(0);
   const std::string all = Items({Sum("a"), Splitting(), Rooted()});
   return {"\2\x77" + Packed(all) + "\x77" + Packed(known) + "\x77" + Packed(known),
           "\1\x11" + Packed(Items({Sum("a", {9})})) + "\x22" + Packed(""),

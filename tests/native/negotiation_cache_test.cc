@@ -56,6 +56,41 @@ TEST(NegotiationKnowsWhatAnotherRankHasDescribed) {
   CHECK_EQ(decisions[0].fused[0].by_rank[1]->tensors[0].dims[0], 1);
 }
 
+TEST(EqualMessagesOfAllRanksAreDecidedAtOnce) {
+  constexpr int kRanks = 5;
+  int calls = 0, submitted = 0;
+  NegotiatingRanks ranks(kRanks,
+                         {.on_submission = [&](const Submission&, int first, int end) {
+                           ++calls, submitted += end - first;
+                         }});
+  auto submit = [&](std::vector<std::string> names, int rank) {
+    for (const std::string& name : names) ranks[rank].Submit(Share(Sum(name)));
+  };
+  for (int round = 0; round < 3; ++round) {
+    calls = submitted = 0;
+    for (int r = 0; r < kRanks; ++r) submit({"a", "b", "c"}, r);
+    const auto decisions = ranks.Round();
+    CHECK_EQ(decisions.size(), 1u);
+    CHECK_EQ(decisions[0].fused.size(), 3u);
+    for (size_t i = 0; i < 3; ++i) {
+      CHECK_EQ(decisions[0].fused[i].any->name, std::string(1, "abc"[i]));
+      CHECK_EQ(decisions[0].fused[i].id, static_cast<uint64_t>(3 * round) + i);
+      for (const SubmissionPtr& s : EachOf(decisions[0].fused[i])) CHECK(s != nullptr);
+    }
+    CHECK_EQ(submitted, 3 * kRanks * kRanks);  // each rank hears of all
+    CHECK_EQ(calls, round == 0 ? submitted : 3 * kRanks);
+  }
+  // Another order on one rank, and then an operation that a rank has not submitted.
+  for (int r = 0; r < kRanks; ++r)
+    r == 3 ? submit({"b", "a"}, r) : submit({"a", "b"}, r);
+  CHECK_EQ(ranks.Round()[0].fused.size(), 2u);
+  for (int r = 1; r < kRanks; ++r) submit({"b", "c"}, r);
+  CHECK(ranks.Round().empty());
+  submit({"c", "b"}, 0);
+  CHECK_EQ(ranks.Round()[0].fused.size(), 2u);
+  CHECK_EQ(ranks[0].pending(), 0u);
+}
+
 TEST(NegotiationOfAKnownStepIsShort) {
   constexpr int kCount = 500;
   std::mt19937 random(1);

@@ -30,6 +30,13 @@ inline Submission Sum(std::string name, std::vector<int64_t> dims = {4}) {
   return Named(Collective::kAllreduce, std::move(name), std::move(dims));
 }
 
+// Returns the submissions in rank order; null if a rank has submitted nothing.
+inline std::vector<SubmissionPtr> EachOf(const Ready& ready) {
+  std::vector<SubmissionPtr> each;
+  for (size_t r = 0; r < ready.by_rank.size(); ++r) each.push_back(ready.by_rank[r]);
+  return each;
+}
+
 // Returns all properties of a decision, so that equal texts mean equal decisions.
 inline std::string Text(const Decision& decision) {
   std::ostringstream out;
@@ -38,7 +45,7 @@ inline std::string Text(const Decision& decision) {
       << " " << decision.status.message() << "\n";
   for (const Ready& ready : decision.fused) {
     out << "  " << ready.any->Describe() << ":";
-    for (const SubmissionPtr& s : ready.by_rank) {
+    for (const SubmissionPtr& s : EachOf(ready)) {
       if (s)
         out << " " << s->Hash();
       else

@@ -127,7 +127,7 @@ uint64_t FusedBytes(const Decision& decision) {
   uint64_t bytes = 0;
   for (const Ready& ready : decision.fused) {
     const bool gathers = ready.any->op == Collective::kAllgather;
-    for (const SubmissionPtr& s : ready.by_rank)
+    for (const SubmissionPtr& s : EachOf(ready))
       for (const auto& piece : s&& gathers ? s->tensors : decltype(s->tensors)())
         bytes += piece.bytes();
     for (const auto& piece :
@@ -148,7 +148,7 @@ void CheckFusion(const Decision& decision, uint64_t threshold) {
     CHECK(std::tie(s.op, s.reduce_op, s.root, s.prescale, s.postscale, s.cuda) ==
           std::tie(first.op, first.reduce_op, first.root, first.prescale,
                    first.postscale, first.cuda));
-    for (const SubmissionPtr& one : ready.by_rank) CHECK(!one || !one->alone);
+    for (const SubmissionPtr& one : EachOf(ready)) CHECK(!one || !one->alone);
   }
 }
 

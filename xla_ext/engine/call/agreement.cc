@@ -32,39 +32,23 @@ class Exchange {
   // Returns once `out` has been sent and flushed, and `in` has been received. The first
   // `sent` bytes of `out` were sent before. An error has the rank of the peer.
   Status SendReceive(int to, iovec out, int from, iovec in, size_t sent = 0) {
-    size_t received = 0;
-    const int peers[] = {to, from};
-    RJ_TRY(Require(peers));
-    Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
-    bool flushed = false;
-    while (!flushed || received < in.iov_len) {
-      bool moved = false;
-      if (sent < out.iov_len)
-        RJ_TRY(Move(to, target->TryWrite(Rest(out, sent)), &sent, &moved));
-      if (sent == out.iov_len && !flushed) {
-        const Result<bool> all = target->Flush();
-        if (!all.ok()) return Status(all.status().code(), all.status().message(), to);
-        flushed = all.value();
-      }
-      if (received < in.iov_len)
-        RJ_TRY(Move(from, source->TryRead(Rest(in, received)), &received, &moved));
-      if (moved) {
-        waiter_->Progressed();
-        continue;
-      }
-      const bool writes = !flushed, reads = received < in.iov_len;
-      RJ_TRY(waiter_->Idle([&] {
-        std::vector<Waiter::Interest> all;
-        if (to == from) return all.push_back({target, reads, writes}), all;
-        if (writes) all.push_back({target, false, true});
-        if (reads) all.push_back({source, true, false});
-        return all;
-      }));
-      RJ_TRY(CheckStall(
-          endpoints_, *waiter_, [&] { return std::vector{reads ? from : to}; },
-          kNotCalled));
-    }
-    return OkStatus();
+    return Run(to, out, from, in, sent, [] { return std::pair(OkStatus(), iovec{}); });
+  }
+
+  // SendReceive of a message whose size the receiver does not know. Both messages begin
+  // with a Prefix. `*in` receives the bytes after it, at most `most`.
+  struct Prefix {
+    uint64_t sequence, bytes;
+  };
+  Status SendReceiveSized(int to, iovec out, int from, uint64_t sequence, size_t most,
+                          std::string* in, size_t sent) {
+    Prefix prefix{};
+    return Run(to, out, from, {&prefix, sizeof prefix}, sent, [&] {
+      if (prefix.sequence != sequence || prefix.bytes > most)
+        return std::pair(Status(Code::kInternal, "is out of step", from), iovec{});
+      in->resize(prefix.bytes);
+      return std::pair(OkStatus(), iovec{in->data(), in->size()});
+    });
   }
 
   // Sends the frame `mine` to one peer and receives a frame of another peer. Fails if
@@ -90,6 +74,52 @@ class Exchange {
   }
 
  private:
+  // Implements SendReceive. `next()` returns what follows `in`; it is called once.
+  template <typename Next>
+  Status Run(int to, iovec out, int from, iovec in, size_t sent, const Next& next) {
+    bool has_next = true;
+    size_t received = 0;
+    const int peers[] = {to, from};
+    RJ_TRY(Require(peers));
+    Link *target = endpoints_.links[to].get(), *source = endpoints_.links[from].get();
+    bool flushed = false;
+    while (!flushed || received < in.iov_len || has_next) {
+      bool moved = false;
+      if (sent < out.iov_len)
+        RJ_TRY(Move(to, target->TryWrite(Rest(out, sent)), &sent, &moved));
+      if (sent == out.iov_len && !flushed) {
+        const Result<bool> all = target->Flush();
+        if (!all.ok()) return Status(all.status().code(), all.status().message(), to);
+        flushed = all.value();
+      }
+      if (received < in.iov_len)
+        RJ_TRY(Move(from, source->TryRead(Rest(in, received)), &received, &moved));
+      if (received == in.iov_len && std::exchange(has_next, false)) {
+        const auto [status, rest] = next();
+        RJ_TRY(status);
+        in = rest;
+        received = 0;
+        continue;
+      }
+      if (moved) {
+        waiter_->Progressed();
+        continue;
+      }
+      const bool writes = !flushed, reads = received < in.iov_len;
+      RJ_TRY(waiter_->Idle([&] {
+        std::vector<Waiter::Interest> all;
+        if (to == from) return all.push_back({target, reads, writes}), all;
+        if (writes) all.push_back({target, false, true});
+        if (reads) all.push_back({source, true, false});
+        return all;
+      }));
+      RJ_TRY(CheckStall(
+          endpoints_, *waiter_, [&] { return std::vector{reads ? from : to}; },
+          kNotCalled));
+    }
+    return OkStatus();
+  }
+
   std::span<const iovec> Rest(const iovec& piece, size_t done) {
     rest_ = {static_cast<char*>(piece.iov_base) + done, piece.iov_len - done};
     return {&rest_, 1};
@@ -171,12 +201,14 @@ Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* wai
   return CompareInSegment(turn, mine, endpoints, agreed);
 }
 
-// A frame that ranks forward over links, with the message of its rank if that fits.
-struct Block {
+// A frame that ranks forward over links, and how many ranks, one after the other, have
+// sent this frame and this message. The message follows, if it has at most
+// kMostForwarded bytes. In most rounds all ranks send the same.
+struct Run {
   Frame frame;
-  char text[448];
+  uint64_t ranks;
 };
-static_assert(sizeof(Block) == 512, "blocks are of one size");
+constexpr uint64_t kMostForwarded = 448;
 
 // Checks the frame of a peer in a round before the lengths in the frame are used. A
 // message and the data sent with it must together fit into `most_inline` bytes.
@@ -236,46 +268,101 @@ Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& en
   return OkStatus();
 }
 
-// Exchanges frames and messages over links. In step k, a rank sends its first 2^k
-// blocks, or as many as the receiver lacks, to rank - 2^k. Before step 0, the rank
-// pushes its own block to all these receivers, because the block wakes peers that sleep
-// between rounds (Rounds::AwaitNext): every rank is woken through a chain of at most
-// log2 P ranks.
+// The runs of successive ranks, beginning with this rank.
+class Runs {
+ public:
+  void Add(const Frame& frame, std::string_view text, uint64_t ranks) {
+    if (!runs_.empty() && runs_.back().text == text &&
+        std::memcmp(&runs_.back().run.frame, &frame, sizeof frame) == 0) {
+      runs_.back().run.ranks += ranks;
+    } else {
+      runs_.push_back({{frame, ranks}, std::string(text)});
+    }
+  }
+  // Returns the first `ranks` ranks as a message that begins with a Prefix.
+  std::string Message(uint64_t sequence, uint64_t ranks) const {
+    Exchange::Prefix prefix{sequence, 0};
+    std::string message(sizeof prefix, 0);
+    for (auto one = runs_.begin(); ranks > 0; ++one) {
+      const Run run{one->run.frame, std::min(one->run.ranks, ranks)};
+      ranks -= run.ranks;
+      message.append(reinterpret_cast<const char*>(&run), sizeof run).append(one->text);
+    }
+    prefix.bytes = message.size() - sizeof prefix;
+    std::memcpy(message.data(), &prefix, sizeof prefix);
+    return message;
+  }
+  // Adds the runs of a peer's message, which must have `ranks` ranks.
+  Status Parse(std::string_view message, const Frame& mine, uint64_t ranks, int from) {
+    while (ranks > 0) {
+      Run run;
+      if (message.size() < sizeof run) break;
+      std::memcpy(&run, message.data(), sizeof run);
+      message.remove_prefix(sizeof run);
+      RJ_TRY(CheckRound(run.frame, mine, 0, from));
+      const uint64_t bytes = run.frame.bytes <= kMostForwarded ? run.frame.bytes : 0;
+      if (run.ranks == 0 || run.ranks > ranks || message.size() < bytes) break;
+      Add(run.frame, message.substr(0, bytes), run.ranks);
+      message.remove_prefix(bytes);
+      ranks -= run.ranks;
+    }
+    if (ranks == 0 && message.empty()) return OkStatus();
+    return Status(Code::kInternal, "sent a damaged round", from);
+  }
+  // Calls visit(i, frame, text) for each rank, at distance i from this rank.
+  template <typename Visit>
+  void ForEach(const Visit& visit) const {
+    int i = 0;
+    for (const auto& [run, text] : runs_)
+      for (uint64_t n = 0; n < run.ranks; ++n) visit(i++, run.frame, text);
+  }
+
+ private:
+  struct WithText {
+    Run run;
+    std::string text;
+  };
+  std::vector<WithText> runs_;
+};
+
+// Exchanges frames and messages over links. In step k, a rank sends the runs of the
+// first 2^k ranks from itself on, or as many as the receiver lacks, to rank - 2^k.
+// Before step 0, the rank pushes the first bytes to all these receivers, because the
+// bytes wake peers that sleep between rounds (Rounds::AwaitNext): every rank is woken
+// through a chain of at most log2 P ranks.
 Status ExchangeOverLinks(const Frame& mine, const std::string& own,
                          const Endpoints& endpoints, Waiter* waiter,
                          std::vector<Frame>* frames, std::vector<std::string>* all) {
   const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
-  std::vector<Block> blocks(static_cast<size_t>(size));  // blocks[i] is from rank + i
-  blocks[0].frame = mine;
-  std::memset(blocks[0].text, 0, sizeof blocks[0].text);
-  if (own.size() <= sizeof blocks[0].text)
-    std::memcpy(blocks[0].text, own.data(), own.size());
+  Runs runs;
+  runs.Add(mine, own.size() <= kMostForwarded ? own : "", 1);
+  uint64_t first = mine.sequence;  // the first bytes of every message (Prefix)
   std::vector<size_t> sent;
   for (int reach = 1; reach < size; reach *= 2)
-    RJ_TRY(exchange.Push((endpoints.rank - reach + size) % size,
-                         {&blocks[0], sizeof(Block)}, &sent.emplace_back(0)));
+    RJ_TRY(exchange.Push((endpoints.rank - reach + size) % size, {&first, sizeof first},
+                         &sent.emplace_back(0)));
   size_t step = 0;
+  std::string in;
   for (int reach = 1; reach < size; reach *= 2, ++step) {
     const int to = (endpoints.rank - reach + size) % size;
     const int from = (endpoints.rank + reach) % size;
-    const auto count = static_cast<size_t>(std::min(reach, size - reach));
-    RJ_TRY(exchange.SendReceive(
-        to, {blocks.data(), count * sizeof(Block)}, from,
-        {&blocks[static_cast<size_t>(reach)], count * sizeof(Block)}, sent[step]));
-    for (int i = reach; i < reach + static_cast<int>(count); ++i) {
-      const Block& block = blocks[static_cast<size_t>(i)];
-      RJ_TRY(CheckRound(block.frame, mine, 0, from));
-      const int peer = (endpoints.rank + i) % size;
-      (*frames)[peer] = block.frame;
-      if (block.frame.bytes <= sizeof block.text)
-        (*all)[peer].assign(block.text, block.frame.bytes);
-    }
+    const auto count = static_cast<uint64_t>(std::min(reach, size - reach));
+    std::string out = runs.Message(mine.sequence, count);
+    RJ_TRY(exchange.SendReceiveSized(to, {out.data(), out.size()}, from, mine.sequence,
+                                     count * (sizeof(Run) + kMostForwarded), &in,
+                                     sent[step]));
+    RJ_TRY(runs.Parse(in, mine, count, from));
   }
+  runs.ForEach([&](int i, const Frame& frame, const std::string& text) {
+    const int peer = (endpoints.rank + i) % size;
+    (*frames)[peer] = frame;
+    (*all)[peer] = text;
+  });
   return OkStatus();
 }
 
-// Sends texts on, as ExchangeOverLinks does with blocks, until every rank has the texts
+// Sends texts on, as ExchangeOverLinks does with runs, until every rank has the texts
 // of all ranks. `*texts` holds the text of this rank, and strings of the right lengths
 // for the others.
 Status ForwardTexts(const Endpoints& endpoints, Waiter* waiter,
@@ -376,7 +463,7 @@ Status ExchangeTexts(const Frame& frame, const std::string& own,
     if (frames[r].bytes > kMaxText)
       return OutOfStep(frames[r], mine, static_cast<int>(r));
   frames[endpoints.rank] = mine;
-  return ForwardRest(frames, sizeof Block::text, text, endpoints, waiter, texts);
+  return ForwardRest(frames, kMostForwarded, text, endpoints, waiter, texts);
 }
 
 Status ExchangeMessages(const Frame& frame, const std::string& own,
@@ -399,7 +486,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
   }
   (*all)[endpoints.rank] = own;
   const uint64_t most =
-      endpoints.segment ? endpoints.segment->inline_bytes() : sizeof(Block::text);
+      endpoints.segment ? endpoints.segment->inline_bytes() : kMostForwarded;
   return ForwardRest(frames, most, own, endpoints, waiter, all);
 }
 

@@ -69,10 +69,11 @@ struct Piggyback {
 
 // Exchanges the messages of one round of a negotiation. `*all` receives the messages in
 // rank order. In a shared segment, a short message follows the frame of its rank. Over
-// links, messages travel in blocks of equal size, and each rank forwards the blocks
-// that it has received (Bruck et al., "Efficient Algorithms for All-to-All
-// Communications", 1997). Messages that are too long for a slot or block are forwarded
-// afterwards, in the same way.
+// links, each rank forwards the messages that it has received, and equal messages of
+// successive ranks as one, so that a round has ceil(log2 P) messages of a few hundred
+// bytes if all ranks say the same (the dissemination is that of Bruck et al.,
+// "Efficient Algorithms for All-to-All Communications", 1997). Messages that are too
+// long for a slot or for forwarding follow afterwards, in the same way.
 Status ExchangeMessages(const Frame& frame, const std::string& own,
                         const Endpoints& endpoints, Waiter* waiter,
                         std::vector<std::string>* all, Piggyback* piggyback);

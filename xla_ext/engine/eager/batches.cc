@@ -25,16 +25,15 @@ uint64_t BytesOf(const Submission& submission) {
 uint64_t BytesOf(const Ready& ready) {
   if (ready.any->op != Collective::kAllgather) return BytesOf(*ready.any);
   uint64_t bytes = 0;
-  for (const SubmissionPtr& submission : ready.by_rank)
-    if (submission) bytes += BytesOf(*submission);
+  for (size_t r = 0; r < ready.by_rank.size(); ++r)
+    if (ready.by_rank[r]) bytes += BytesOf(*ready.by_rank[r]);
   return bytes;
 }
 
 bool Fuses(const Ready& ready) {
   if (ready.any->op == Collective::kAlltoall || ready.any->op == Collective::kBarrier)
     return false;
-  return std::none_of(ready.by_rank.begin(), ready.by_rank.end(),
-                      [](const SubmissionPtr& s) { return s && s->alone; });
+  return ready.by_rank.AllOf([](const SubmissionPtr& s) { return !s || !s->alone; });
 }
 
 Decision DecisionToRun(Ready ready) {

@@ -104,8 +104,8 @@ struct Group {
 
 // Groups the ranks by ValueText. The largest group comes first, so that the few ranks
 // that differ from most ranks come last.
-std::vector<Group> GroupRanks(const std::vector<SubmissionPtr>& by_rank,
-                              const Difference& d, const std::vector<int>& members) {
+std::vector<Group> GroupRanks(const SubmissionsByRank& by_rank, const Difference& d,
+                              const std::vector<int>& members) {
   std::vector<Group> groups;
   for (size_t r = 0; r < by_rank.size(); ++r) {
     if (!by_rank[r]) continue;
@@ -128,12 +128,12 @@ constexpr size_t kMaxRanges = 8;  // ranges of ranks in one list
 
 }  // namespace
 
-Status Compare(const std::vector<SubmissionPtr>& by_rank,
-               const std::vector<int>& members) {
+Status Compare(const SubmissionsByRank& by_rank, const std::vector<int>& members) {
   const Submission* first = nullptr;
   Difference difference{}, earliest{};
   bool differ = false;
-  for (const SubmissionPtr& s : by_rank) {
+  for (size_t r = 0; r < by_rank.size(); ++r) {
+    const SubmissionPtr& s = by_rank[r];
     if (!s) continue;
     if (!first) first = s.get();
     if (s.get() == first || !Differ(*first, *s, &difference)) continue;

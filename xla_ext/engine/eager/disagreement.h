@@ -17,8 +17,7 @@ namespace ringjax {
 // f32[17,3]". Status::rank() is the rank to blame: ranks that sent equal values form a
 // group, and the first rank of the second largest group is blamed. Of two groups of
 // equal size, the group with the lower first rank counts as the larger.
-Status Compare(const std::vector<SubmissionPtr>& by_rank,
-               const std::vector<int>& members);
+Status Compare(const SubmissionsByRank& by_rank, const std::vector<int>& members);
 
 // Returns "rank 1 has not submitted allreduce 'x' (f32[4], SUM) for 300 s", followed by
 // `waiting.hint` if that is not empty.

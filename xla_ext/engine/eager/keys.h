@@ -50,6 +50,7 @@ struct Key {
   uint64_t id = 0;               // see Negotiation::Waiting::id
   Key *older = nullptr, *newer = nullptr;  // neighbors in the list of pending keys
   uint32_t numbers = 0;                    // submissions with this key in the cache
+  uint64_t seen_in = 0;  // 1 + the last round in which ReadEqual has seen the key
 };
 
 using Keys = std::unordered_map<KeyName, Key, KeyHash, KeyEqual>;

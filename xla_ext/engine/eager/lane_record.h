@@ -28,8 +28,9 @@ class LaneRecord {
   void set_timeline(std::shared_ptr<Timeline> timeline);
 
   void BeginRound();
-  void Submitted(const Submission& s, int rank) const {  // `rank` is a rank of the set
-    if (recording_)
+  // `first` and `end` are ranks of the set; `end` is not included.
+  void Submitted(const Submission& s, int first, int end) const {
+    for (int rank = first; recording_ && rank < end; ++rank)
       recording_->Submitted(RowOf(s), communicator_->options().world_ranks[rank]);
   }
   void RecordRun(const Decision& decision) const;

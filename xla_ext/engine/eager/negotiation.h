@@ -35,7 +35,7 @@ struct Ready {
   // The submissions in rank order. An entry is null if the rank has joined or, in a
   // decision of kind kFail, has not submitted the operation. The entry of this rank is
   // the pointer that was passed to Submit, and not a copy of the submission.
-  std::vector<SubmissionPtr> by_rank;
+  SubmissionsByRank by_rank;
   uint64_t id = 0;  // Waiting::id of the key
 };
 
@@ -66,9 +66,9 @@ struct NegotiationOptions {
   uint64_t fusion_threshold = uint64_t{128} << 20;  // bytes; 0 disables fusion
   size_t cache_capacity = 65536;                    // submissions; 0 disables the cache
   std::string prefix = {};  // starts every text: "RINGJAX[world, epoch 0]: "
-  // Receive calls this function for each submission in a message. `rank` is the rank of
-  // the sender in the process set. The function may be empty.
-  std::function<void(const Submission&, int rank)> on_submission = {};
+  // Receive calls this function for each submission in the messages of the ranks from
+  // `first` up to, but not including, `end`. The function may be empty.
+  std::function<void(const Submission&, int first, int end)> on_submission = {};
 };
 
 class Negotiation {

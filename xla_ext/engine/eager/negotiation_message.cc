@@ -34,10 +34,9 @@ constexpr size_t kSealBytes = 4;
 constexpr size_t kRealBytes = 8;
 constexpr size_t kLeastPiece = 2;  // bytes: a dtype and a count of dimensions
 
-uint32_t SealOf(std::string_view bytes, uint64_t round, int rank) {
+uint32_t SealOf(std::string_view bytes, uint64_t round) {
   Hash hash;
   hash.Add(round);
-  hash.Add(static_cast<uint64_t>(rank));
   hash.Add(bytes);
   return static_cast<uint32_t>(hash.value() ^ hash.value() >> 32);
 }
@@ -124,25 +123,25 @@ void NegotiationWriter::Expiry(const Submission& key, double seconds,
   Text(Cut(text, kMaxExpiryText));
 }
 
-std::string NegotiationWriter::Seal(uint64_t round, int rank) {
+std::string NegotiationWriter::Seal(uint64_t round) {
   Flush();
-  return SealMessage(std::move(bytes_), round, rank);
+  return SealMessage(std::move(bytes_), round);
 }
 
-std::string SealMessage(std::string items, uint64_t round, int rank) {
-  uint32_t seal = SealOf(items, round, rank);
+std::string SealMessage(std::string items, uint64_t round) {
+  uint32_t seal = SealOf(items, round);
   for (size_t i = 0; i < kSealBytes; ++i, seal >>= 8)
     items += static_cast<char>(seal & 0xff);
   return items;
 }
 
-bool NegotiationReader::Open(uint64_t round, int rank) {
+bool NegotiationReader::Open(uint64_t round) {
   if (rest_.size() <= kSealBytes) return false;  // a seal follows at least one item
   uint32_t seal = 0;
   for (size_t i = 0; i < kSealBytes; ++i)
     seal = seal << 8 | static_cast<uint8_t>(rest_[rest_.size() - 1 - i]);
   rest_.remove_suffix(kSealBytes);
-  return seal == SealOf(rest_, round, rank);
+  return seal == SealOf(rest_, round);
 }
 
 bool NegotiationReader::Byte(uint8_t* value) {

@@ -43,9 +43,9 @@ class NegotiationWriter {
   void Expiry(const Submission& key, double seconds, std::string_view text = {});
 
   size_t size() const { return bytes_.size(); }  // bytes, without unwritten references
-  // Appends the seal and returns the message. The reader must pass equal arguments to
-  // Open.
-  std::string Seal(uint64_t round, int rank);
+  // Appends the seal and returns the message. Ranks that submit the same operations
+  // make equal messages. The reader must pass the same round to Open.
+  std::string Seal(uint64_t round);
 
  private:
   void Head(uint64_t value, unsigned kind);
@@ -60,7 +60,7 @@ class NegotiationWriter {
 
 // Appends the seal, a hash, to `items`. The seal detects accidental damage and ranks
 // that are in different rounds, but no attack.
-std::string SealMessage(std::string items, uint64_t round, int rank);
+std::string SealMessage(std::string items, uint64_t round);
 
 // Reads one message.
 class NegotiationReader {
@@ -70,8 +70,8 @@ class NegotiationReader {
   NegotiationReader(std::string_view message, int size) : rest_(message), size_(size) {}
 
   // Checks and removes the seal. Must be called first. Returns false if the message is
-  // damaged, or was not made by rank `rank` for round `round`.
-  bool Open(uint64_t round, int rank);
+  // damaged, or was not made for this round.
+  bool Open(uint64_t round);
 
   bool done() const { return rest_.empty(); }
   // Reads one item. Fails with kInternal if the message is damaged. Must not be called

@@ -28,8 +28,8 @@ NegotiationOptions ProgressEngine::ForNegotiation() {
   n.fusion_threshold = state_.options.fusion_threshold;
   n.cache_capacity = state_.options.cache_capacity;
   n.prefix = communicator_->Prefix();
-  n.on_submission = [this](const Submission& s, int rank) {
-    record_.Submitted(s, rank);
+  n.on_submission = [this](const Submission& s, int first, int end) {
+    record_.Submitted(s, first, end);
   };
   return n;
 }

@@ -4,11 +4,13 @@
 // whether the submissions of several ranks fit together.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -47,6 +49,37 @@ struct Submission {
   uint64_t Hash() const;               // equal for submissions that are Same
 };
 using SubmissionPtr = std::shared_ptr<const Submission>;
+
+// The submissions of one operation by all ranks. In most rounds all ranks have
+// submitted the same, so that one pointer is enough, whatever the number of ranks.
+class SubmissionsByRank {
+ public:
+  SubmissionsByRank() = default;
+  // An entry is null if the rank has not submitted the operation.
+  explicit SubmissionsByRank(std::vector<SubmissionPtr> each)
+      : each_(std::move(each)), size_(each_.size()) {}
+  // All `size` ranks have submitted `any`. The entry of `own_rank` is `own`, which
+  // describes the same operation.
+  SubmissionsByRank(SubmissionPtr any, size_t size, size_t own_rank, SubmissionPtr own)
+      : any_(std::move(any)), own_(std::move(own)), own_rank_(own_rank), size_(size) {}
+
+  size_t size() const { return size_; }
+  const SubmissionPtr& operator[](size_t rank) const {
+    if (!each_.empty()) return each_[rank];
+    return rank == own_rank_ ? own_ : any_;
+  }
+  // Returns whether `holds(submission)` is true for all entries.
+  template <typename Holds>
+  bool AllOf(const Holds& holds) const {
+    if (!each_.empty()) return std::all_of(each_.begin(), each_.end(), holds);
+    return size_ == 0 || (holds(own_) && holds(any_));
+  }
+
+ private:
+  std::vector<SubmissionPtr> each_;  // empty if all ranks have submitted `any_`
+  SubmissionPtr any_, own_;
+  size_t own_rank_ = 0, size_ = 0;
+};
 
 // Returns whether two factors have the same bits. Unlike ==, this is true for two equal
 // NaNs and false for -0 and +0.
