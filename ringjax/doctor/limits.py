@@ -17,7 +17,7 @@ from ringjax.control import open_files
 from ringjax.doctor.findings import Finding, HostContext, count, fail, ok, warn
 from ringjax.errors import StartupError
 from ringjax.links import memory as machine_memory
-from ringjax.links import shared_memory
+from ringjax.links import shared_memory, standing
 from ringjax.membership import job_credentials
 
 _RANK = 512 << 20  # bytes that a rank of JAX uses before it has a model
@@ -25,7 +25,7 @@ _BARE = 96 << 20  # bytes that Python and numpy need to start
 _ADDRESSES = 32 << 30  # bytes of address space that XLA maps, most of them unused
 _LEAST_FILES = 64 << 20  # bytes that temporary files need, at least
 _THREADS = 64  # threads that a rank starts, at least
-_DESCRIPTORS = 10  # descriptors that a rank needs for each other rank
+_DESCRIPTORS = 10  # descriptors that a rank needs for each of its neighbours
 _QUOTA = "cpu.cfs_quota_us"  # file of a control group of version 1
 _SHM = Path("/dev/shm")
 _LEAST_SHM = 256 << 20  # bytes that /dev/shm should have; in Docker it has 64 MiB
@@ -48,8 +48,8 @@ if libc.process_vm_readv(int(sys.argv[1]), *arguments) != 8:
 
 
 def descriptors(host: HostContext) -> Iterator[Finding]:
-    """Checks that a rank may open enough file descriptors to connect to all ranks."""
-    needed = 256 + _DESCRIPTORS * (host.size - 1)
+    """Checks that a rank may open enough file descriptors for its neighbours."""
+    needed = 256 + _DESCRIPTORS * standing.most_neighbours(host.size, host.ranks)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if open_files.raise_limit(needed):
         text = f"at most {hard} (ulimit -Hn), and a rank needs {needed} (Docker: "

@@ -46,6 +46,20 @@ def neighbours(rank: int, hosts: Sequence[int]) -> list[int]:
     return sorted(found - {rank})
 
 
+def most_neighbours(size: int, on_host: int) -> int:
+    """Returns a limit of the neighbours of a rank, which `neighbours` never exceeds.
+
+    Args:
+        size: the number of ranks.
+        on_host: the number of ranks of its host.
+
+    Example:
+        >>> most_neighbours(4, 2), most_neighbours(4096, 8)
+        (3, 55)
+    """
+    return min(size - 1, 4 * (size - 1).bit_length() + on_host - 1)
+
+
 def tree(index: int, size: int) -> tuple[list[int], list[int]]:
     """Returns the parent, if any, and the children in the binomial tree from index 0.
 

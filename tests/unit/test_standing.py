@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from ringjax.links.standing import neighbours
+from ringjax.links.standing import most_neighbours, neighbours
 
 LAYOUTS = [
     [0] * 2,
@@ -40,6 +40,7 @@ def test_few_neighbours_and_short_ways(hosts: list[int]) -> None:
     for rank, found in enumerate(graph):
         assert rank not in found
         assert found == sorted(set(found))
+        assert len(found) <= most_neighbours(size, hosts.count(hosts[rank]))
         assert all(rank in graph[other] for other in found)
         mates = [r for r in range(size) if hosts[r] == hosts[rank] and r != rank]
         if len(set(hosts)) > 1:
