@@ -36,6 +36,21 @@ except Exception as error:
     raise
 """
 
+ALLTOALL = """
+import signal
+import numpy as np
+import ringjax
+from ringjax import eager
+
+ringjax.init()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    eager.alltoall(np.zeros(10 * 2000, "f4"), name="rows")
+except Exception as error:
+    print(f"caught: {error}", flush=True)
+    raise
+"""
+
 REASONS = {
     "kill": "closed its connection (the process ended)",
     "leave": "has shut down before this call",
@@ -60,3 +75,21 @@ def test_all_ranks_name_the_rank_that_is_gone(
     for rank in {*range(SIZE)} - {CULPRIT}:
         text = job.output(rank).partition("caught: ")[2]
         assert f"rank {CULPRIT} {REASONS[way]}" in text, job.logs()
+
+
+def test_a_rank_that_is_lost_before_it_connects_on_demand_is_named(
+    start_job: StartJob,
+) -> None:
+    """An alltoall needs links to all ranks, most of which do not exist before it."""
+    env = {
+        "RINGJAX_SHM": "0",
+        "RINGJAX_CALIBRATE": "off",
+        "RINGJAX_START_TIMEOUT": "600",
+        "RINGJAX_COLLECTIVE_TIMEOUT": "600",
+        "RINGJAX_FAILPOINTS": f"call.agreed=kill@{CULPRIT}",
+    }
+    job = start_job(SIZE, ALLTOALL, env=env)
+    assert job.wait(50) != 0, job.logs()
+    for rank in {*range(SIZE)} - {CULPRIT}:
+        text = job.output(rank).partition("caught: ")[2]
+        assert f"rank {CULPRIT} {REASONS['kill']}" in text, job.logs()

@@ -222,6 +222,12 @@ LinkOpener OpenerOf(int rank, Doorbell* doorbell, std::vector<int> index_of,
               python->get()(by_sockets, nb::cpp_function(stopped)));
       if (!reason.empty()) return {Code::kUnavailable, reason, culprit};
       return AddLinks(sockets, rank, links);
+    } catch (nb::python_error& error) {
+      const std::string text = std::string("has no link: ") + error.what();
+      if (!error.matches(PyExc_KeyboardInterrupt))
+        return {Code::kInternal, text, by_sockets[0]};
+      Defer(std::move(error));
+      return {Code::kCancelled, "interrupted"};
     } catch (const std::exception& error) {
       return {Code::kInternal, std::string("has no link: ") + error.what(),
               by_sockets[0]};

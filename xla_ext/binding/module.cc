@@ -70,6 +70,11 @@ void Raise(const Status& status) {
   throw nb::python_error();
 }
 
+void Defer(nb::python_error error) {
+  delete std::exchange(deferred, new nb::python_error(std::move(error)));
+  if (Py_AddPendingCall(&RaiseDeferred, nullptr) != 0) PyErr_SetInterrupt();
+}
+
 namespace {
 
 // The interrupt check of the core. On the main thread, runs Python's signal handlers
@@ -79,9 +84,7 @@ bool MainThreadInterrupted() {
   if (gettid() != getpid() || !Py_IsInitialized()) return false;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return false;
-  auto* raised = new nb::python_error;  // takes the exception
-  delete std::exchange(deferred, raised);
-  if (Py_AddPendingCall(&RaiseDeferred, nullptr) != 0) PyErr_SetInterrupt();
+  Defer(nb::python_error());  // takes the exception
   return true;
 }
 

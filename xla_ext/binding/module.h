@@ -63,6 +63,9 @@ nanobind::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handl
 nanobind::object ToText(const std::string& s);
 // Raises ringjax._native.StatusError unless `status` is ok.
 void Raise(const Status& status);
+// Keeps an exception of a signal handler until the core has returned; a status of code
+// kCancelled then raises it. Requires the GIL.
+void Defer(nanobind::python_error error);
 // Returns the numeric option `key`, or `otherwise` if the options lack this key.
 double Number(const nanobind::dict& options, const char* key, double otherwise);
 // Reads the constants of the cost model by name. Missing constants keep their defaults.
