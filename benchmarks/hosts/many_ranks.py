@@ -1,9 +1,9 @@
 """Many ranks on one host: `python -m benchmarks.hosts.many_ranks`.
 
 Measures jobs of numpy ranks with increasing numbers of ranks: the times to start, to
-call, to idle and to end, and the memory; the cost of a lost rank in an elastic job; and
-the coordinator alone with very many ranks. Two hundred ranks on few cores need minutes.
-README.md explains the tables.
+call, to idle and to end, and the memory; the cost of a lost rank in an elastic job, and
+of many lost ranks; and the coordinator alone with very many ranks. Two hundred ranks on
+few cores need minutes. README.md explains the tables.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import jobs, report
+
+if TYPE_CHECKING:
+    from chaos.faults import ChaosJob
 
 MODULE = "benchmarks.hosts.many_ranks"
 SECRET, JOB = b"s" * 32, "0123456789abcdef"
@@ -34,14 +38,30 @@ LIMITS = {
     "RINGJAX_HEARTBEAT": 1,
 }
 IDLE = 10.0  # seconds without a call
+STEPS, KILLS = 1000, 20  # `--kills` makes so many steps and kills so many workers
 Row = dict[str, Any]
 
 
-def memory(pid: int | str = "self") -> tuple[float, float]:
-    """Returns MiB of a process: private memory plus its share of shared memory."""
+def own_memory(pid: int | str = "self") -> float:
+    """Returns MiB of a process, with its share of libraries, without shared memory."""
     words = Path(f"/proc/{pid}/smaps_rollup").read_text().split()
     pss, shared = (int(words[words.index(k) + 1]) for k in ("Pss:", "Pss_Shmem:"))
-    return (pss - shared) / 1024, shared / 1024
+    return (pss - shared) / 1024
+
+
+def shared_memory(pid: int | str = "self") -> float:
+    """Returns MiB that are allocated for the memory of this host, in all lanes.
+
+    All ranks of the host have the same memory. Few of its pages are mapped in a rank,
+    so the map of a process does not show them.
+    """
+    blocks = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor that reads the folder
+            if os.readlink(path).startswith("/memfd:ringjax"):
+                found = path.stat()
+                blocks[found.st_ino] = found.st_blocks
+    return sum(blocks.values()) * 512 / 2**20
 
 
 # -- ranks -----------------------------------------------------------------------------
@@ -54,11 +74,11 @@ def rank() -> None:
 
     from ringjax import eager, runtime
 
-    loaded = time.time()
-    before = sum(memory())
+    loaded, before = time.time(), own_memory()
+    used_before = time.process_time()
     runtime.init()
-    ready = time.time()
-    own, shared = memory()
+    ready, init = time.time(), time.process_time() - used_before
+    own = own_memory()
     open_now = len(os.listdir("/proc/self/fd"))
     calls = []
     for _ in range(20):
@@ -72,16 +92,18 @@ def rank() -> None:
     busy = time.process_time()
     time.sleep(IDLE)
     used = 100 * (time.process_time() - busy) / IDLE
-    mine = [loaded - began, ready - loaded, own - before, shared, open_now, used]
+    mine = [loaded - began, ready - loaded, 1e3 * init, own - before, open_now, used]
+    shared = shared_memory()
     seen = eager.allgather(np.array([mine], np.float64))
     found = {
         "ranks": runtime.size(),
         "loaded s": float(seen[:, 0].max()),
         "init s": float(np.median(seen[:, 1])),
+        "init CPU ms": float(np.median(seen[:, 2])),
         "4 KiB ms": 1e3 * median(calls[2:]),
         "1 MiB ms": 1e3 * large,
-        "init MiB/rank": float(seen[:, 2].mean()),
-        "shared MiB": float(seen[:, 3].sum()),
+        "init MiB/rank": float(seen[:, 3].mean()),
+        "shared MiB": shared,
         "descriptors": int(seen[:, 4].max()),
         "idle % of a core": float(seen[:, 5].sum()),
         "done": time.time(),
@@ -104,8 +126,9 @@ def job(ranks: int, timeout: float) -> Row:
 # -- an elastic job --------------------------------------------------------------------
 
 
-def elastic(ranks: int, timeout: float) -> Row:
-    """Kills a worker, waits for the new worker, and checks all steps."""
+@contextlib.contextmanager
+def chaos_job(ranks: int) -> Iterator[ChaosJob]:
+    """Starts an elastic job of the chaos tests, which imports the tests' modules."""
     from chaos.faults import EAGER_PROGRAM, ChaosJob
     from support.launch import Jobs
 
@@ -114,14 +137,27 @@ def elastic(ranks: int, timeout: float) -> Row:
         tempfile.TemporaryDirectory(prefix="ringjax-many-") as name,
         contextlib.closing(Jobs(lambda: Path(tempfile.mkdtemp(dir=name)))) as started,
     ):
-        folder = Path(tempfile.mkdtemp(dir=name))
-        times = [time.monotonic()]
-        chaos = ChaosJob(started.start, folder, ranks, env=env, program=EAGER_PROGRAM)
+        yield ChaosJob(
+            started.start,
+            Path(tempfile.mkdtemp(dir=name)),
+            ranks,
+            env=env,
+            program=EAGER_PROGRAM,
+            slots=ranks + KILLS,
+            interval=max(0.01, ranks / 1000),
+        )
+
+
+def elastic(ranks: int, timeout: float) -> Row:
+    """Kills a worker, waits for the new worker, and checks all steps."""
+    times = [time.monotonic()]
+    with chaos_job(ranks) as chaos:
         training = chaos.wait_for_workers(ranks, timeout)
         times.append(time.monotonic())
         chaos.wait_for_steps(20, timeout)
         times.append(time.monotonic())
-        own, shared = zip(*map(memory, training.values()), strict=True)
+        own = sum(map(own_memory, training.values())) / ranks
+        shared = shared_memory(next(iter(training.values())))
         victim = sorted(training)[ranks // 2]
         chaos.inject("kill", victim, training[victim], random.Random())
         chaos.wait_for_steps(20, timeout)
@@ -134,12 +170,56 @@ def elastic(ranks: int, timeout: float) -> Row:
         "ranks": ranks,
         "start s": began,
         "step ms": 1e3 * steps / 20,
-        "MiB/rank": sum(own) / ranks,
-        "shared MiB": sum(shared),
+        "MiB/rank": own,
+        "shared MiB": shared,
         "recovery s": median(outcome.recoveries),
         "most s": max(outcome.recoveries),
         "newcomer s": max(outcome.pauses),
         "end s": end,
+    }
+
+
+def kills(ranks: int, timeout: float) -> Row:
+    """Trains for STEPS steps, kills KILLS workers by and by, and checks all steps.
+
+    Every second time, two workers are killed at once. New workers take their places.
+    """
+    rng, began = random.Random(ranks), time.monotonic()
+    with chaos_job(ranks) as chaos:
+        chaos.wait_for_workers(ranks, timeout)
+        start, killed = time.monotonic() - began, 0
+        while killed < KILLS:
+            chaos.wait_for_steps(STEPS // KILLS, timeout)
+            training = chaos.training()
+            at_once = min(1 + killed % 3, 2, KILLS - killed)
+            for worker in rng.sample(sorted(training), at_once):
+                chaos.inject("kill", worker, training[worker], rng)
+            killed += at_once
+            elapsed, steps = time.monotonic() - began, max(chaos.progress().values())
+            print(f"{elapsed:.0f} s: step {steps}, {killed} killed", file=sys.stderr)
+        training = chaos.wait_for_workers(ranks, timeout)
+        while max(chaos.progress().values()) < STEPS:
+            chaos.wait_for_steps(1, timeout)
+        open_now = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in training.values())
+        own = sum(map(own_memory, training.values())) / ranks
+        shared = shared_memory(next(iter(training.values())))
+        stops = time.monotonic()
+        outcome = chaos.end(timeout)
+    return {
+        "ranks": ranks,
+        "start s": start,
+        "steps": outcome.steps,
+        "killed": killed,
+        "recovery s": median(outcome.recoveries),
+        "most s": max(outcome.recoveries),
+        "newcomer s": median(outcome.pauses),
+        "newcomer most s": max(outcome.pauses),
+        "least ranks": outcome.smallest,
+        "descriptors": open_now,
+        "MiB/rank": own,
+        "shared MiB": shared,
+        "end s": time.monotonic() - stops,
+        "all s": time.monotonic() - began,
     }
 
 
@@ -150,7 +230,7 @@ def serve(ranks: int) -> None:
     """Runs a coordinator until the standard input of this process ends."""
     from ringjax.membership.coordinator import Coordinator
 
-    before = sum(memory())
+    before = own_memory()
     server = Coordinator(SECRET, JOB, np=ranks, on_loss="stop", start_timeout=600.0)
     server.start()
     print(",".join(server.addresses), flush=True)
@@ -162,24 +242,29 @@ def serve(ranks: int) -> None:
     jobs.report(found)
 
 
+def hello(number: int, ranks: int) -> Row:
+    """Returns the description that a rank sends to the coordinator."""
+    return {
+        "rank": number,
+        "size": ranks,
+        "version": "0.1.0",
+        "hostname": "host",
+        "machine": "f" * 36 + " 4026531840",
+        "shm": True,
+        "cuda": 0,
+        "door": f"ringjax-{JOB}-{number}-{number:016x}",
+        "addresses": f"127.0.0.1:{20000 + number}",
+        "settings": {f"a setting {i}": 1 << 20 for i in range(8)},
+    }
+
+
 class Client:
     """The client side of a rank. One thread runs all clients in turns."""
 
     def __init__(self, number: int, ranks: int, where: tuple[str, int]) -> None:
         from ringjax.control.handshake import HandshakeRequest, Purpose, caller_steps
 
-        self.hello = {
-            "rank": number,
-            "size": ranks,
-            "version": "0.1.0",
-            "hostname": "host",
-            "machine": "f" * 36 + " 4026531840",
-            "shm": True,
-            "cuda": 0,
-            "door": f"ringjax-{JOB}-{number}-{number:016x}",
-            "addresses": f"127.0.0.1:{20000 + number}",
-            "settings": {f"a setting {i}": 1 << 20 for i in range(8)},
-        }
+        self.hello = hello(number, ranks)
         introduction = HandshakeRequest(JOB, Purpose.RENDEZVOUS, number, -1)
         self.steps = caller_steps(SECRET, introduction)
         self.output, self.wants = next(self.steps)
@@ -254,6 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
     parser.add_argument("--elastic", default="32,64,128", help="jobs that lose a rank")
+    parser.add_argument("--kills", default="", help="jobs that lose many ranks")
     parser.add_argument("--clients", default="100,1000", help="of a coordinator")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -265,15 +351,16 @@ def main() -> None:
         return serve(args.serve)
     from ringjax.control import open_files
 
-    clients, sizes, elastics = (
+    clients, sizes, elastics, killed = (
         [int(n) for n in x.split(",") if n]
-        for x in (args.clients, args.ranks, args.elastic)
+        for x in (args.clients, args.ranks, args.elastic, args.kills)
     )
     open_files.raise_limit(max(clients, default=0))
     for rows in (
         map(gather, clients),
         (job(n, args.timeout) for n in sizes),
         (elastic(n, args.timeout) for n in elastics),
+        (kills(n, args.timeout) for n in killed),
     ):
         found: list[Row] = []
         for row in rows:

@@ -94,6 +94,8 @@ class ChaosJob:
             worker that left, and waits before it reuses the slot of a worker that
             failed early.
         arguments: additional command line arguments of the program.
+        interval: seconds between two looks at the traces. With hundreds of workers, a
+            look takes some 10 ms.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class ChaosJob:
         program: Path = EAGER_PROGRAM,
         slots: int = 0,
         arguments: Sequence[str] = (),
+        interval: float = 0.01,
     ) -> None:
         self.folder, self.np, self.program = folder, np, program
+        self.interval = interval
         hosts = ["-H", f"localhost:{slots}"] if slots else []
         self.faults: list[Fault] = []
         self.job: Job = start_job(
@@ -174,7 +178,7 @@ class ChaosJob:
                     f"{len(found)} of {workers} workers train after {seconds:g} s; "
                     f"faults: {self.faults[-6:]}\n{self.logs()}"
                 )
-            time.sleep(0.01)
+            time.sleep(self.interval)
         return found
 
     def wait_for_exit(self, worker: int, seconds: float) -> None:
@@ -195,7 +199,7 @@ class ChaosJob:
                 raise AssertionError(
                     f"{text}; faults: {self.faults[-6:]}\n{self.logs()}"
                 )
-            time.sleep(0.01)
+            time.sleep(self.interval)
 
     def logs(self) -> str:
         """Returns the output of workers and ringrun, and the end of each trace."""
