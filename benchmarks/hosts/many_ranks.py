@@ -38,7 +38,7 @@ LIMITS = {
     "RINGJAX_HEARTBEAT": 1,
 }
 IDLE = 10.0  # seconds without a call
-STEPS, KILLS = 1000, 20  # `--kills` makes so many steps and kills so many workers
+KILLS = 20  # the workers that `--kills` kills by and by
 Row = dict[str, Any]
 
 
@@ -179,8 +179,8 @@ def elastic(ranks: int, timeout: float) -> Row:
     }
 
 
-def kills(ranks: int, timeout: float) -> Row:
-    """Trains for STEPS steps, kills KILLS workers by and by, and checks all steps.
+def kills(ranks: int, goal: int, timeout: float) -> Row:
+    """Makes `goal` steps, kills KILLS workers meanwhile, and checks all steps.
 
     Every second time, two workers are killed at once. New workers take their places.
     """
@@ -189,7 +189,7 @@ def kills(ranks: int, timeout: float) -> Row:
         chaos.wait_for_workers(ranks, timeout)
         start, killed = time.monotonic() - began, 0
         while killed < KILLS:
-            chaos.wait_for_steps(STEPS // KILLS, timeout)
+            chaos.wait_for_steps(goal // KILLS, timeout)
             training = chaos.training()
             at_once = min(1 + killed % 3, 2, KILLS - killed)
             for worker in rng.sample(sorted(training), at_once):
@@ -198,7 +198,7 @@ def kills(ranks: int, timeout: float) -> Row:
             elapsed, steps = time.monotonic() - began, max(chaos.progress().values())
             print(f"{elapsed:.0f} s: step {steps}, {killed} killed", file=sys.stderr)
         training = chaos.wait_for_workers(ranks, timeout)
-        while max(chaos.progress().values()) < STEPS:
+        while max(chaos.progress().values()) < goal:
             chaos.wait_for_steps(1, timeout)
         open_now = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in training.values())
         own = sum(map(own_memory, training.values())) / ranks
@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,128,256", help="jobs, comma separated")
     parser.add_argument("--elastic", default="32,64,128", help="jobs that lose a rank")
     parser.add_argument("--kills", default="", help="jobs that lose many ranks")
+    parser.add_argument("--steps", type=int, default=1000, help="of these jobs")
     parser.add_argument("--clients", default="100,1000", help="of a coordinator")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
@@ -360,7 +361,7 @@ def main() -> None:
         map(gather, clients),
         (job(n, args.timeout) for n in sizes),
         (elastic(n, args.timeout) for n in elastics),
-        (kills(n, args.timeout) for n in killed),
+        (kills(n, args.steps, args.timeout) for n in killed),
     ):
         found: list[Row] = []
         for row in rows:
