@@ -160,8 +160,8 @@ class Config:
     tile_bytes: int = _setting(
         1 << 19,
         parsers.multiple_of(1 << 12, 1 << 28),
-        "Bytes of a tile in the shared memory through which ranks of one host reduce; "
-        "0 to reduce through the ring buffers of pairs.",
+        "Bytes of a tile in the memory that all ranks of a host share; "
+        "0 to use only the ring buffers of pairs.",
     )
     tcp_streams: int = _setting(
         2, parsers.integer(1, 16), "Number of data sockets for a pair of hosts."

@@ -194,6 +194,29 @@ TEST(ACallThatOverwroteItsInputsFailsOnAllRanks) {
   }
 }
 
+TEST(ABroadcastInTilesEndsForAllRanksOrRunsAgain) {
+  for (const bool lost : {false, true}) {
+    Job job(4, 4096);
+    Caller zero(job.worker(0), Collective::kBroadcast, kLong);
+    Caller one(job.worker(1), Collective::kBroadcast, kLong);
+    Caller two(job.worker(2), Collective::kBroadcast, kLong);
+    std::vector<float> data(kLong);
+    Call call = AllreduceOf(&data);
+    call.op = Collective::kBroadcast;
+    if (lost) {  // rank 3 agrees to the call, and dies before it reads any tile
+      bool refused = false;
+      CHECK(job.worker(3).communicator->Compare(call, {}, &refused).ok());
+      job.Kill(&job.worker(3));
+      job.Continue();
+    } else {
+      CHECK(job.worker(3).communicator->Run(call).ok());
+    }
+    for (Caller* c : {&zero, &one, &two}) c->Check(Part(0), lost ? 1 : 0);
+    const auto stats = job.worker(1).communicator->log().stats().at("broadcast");
+    CHECK_EQ(stats.algorithms.at("shared"), stats.calls);
+  }
+}
+
 TEST(ARankOutsideTheCallFailsItsNextCallUnlessItResumes) {
   for (bool knows : {false, true}) {
     Job job(3, 4096);

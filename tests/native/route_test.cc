@@ -13,13 +13,14 @@ using Hosts = std::vector<int>;
 // Returns the route of a call with `bytes` bytes per rank (of the root in a broadcast).
 std::string RouteName(Collective op, const Hosts& hosts, uint64_t bytes,
                       std::string_view algorithm = "", bool resilient = false,
-                      ReduceOp reduce_op = ReduceOp::kSum) {
+                      ReduceOp reduce_op = ReduceOp::kSum, bool even = false) {
   const auto size = static_cast<int>(hosts.size());
   const bool segment = size > 1 && OnOneHost(hosts);
   const Topology topology{0, size, hosts, segment};
   const CostModel cost;
   Problem problem;
   problem.op = op;
+  problem.even = even;
   Arithmetic arithmetic;
   arithmetic.op = reduce_op;
   const uint64_t elements = bytes / sizeof(float), each = elements / hosts.size();
@@ -56,14 +57,22 @@ TEST(RoutesInsideOneHost) {
     for (Collective op : {Collective::kAllgather, Collective::kBroadcast}) {
       for (uint64_t bytes : {uint64_t{1}, uint64_t{64 << 10}, kSlot})
         CHECK_EQ(RouteName(op, hosts, bytes), "inline");
-      for (uint64_t bytes : {kSlot + 1, uint64_t{1} << 20})
-        CHECK(IsSchedule(RouteName(op, hosts, bytes)));
+      // Two ranks copy a long message once, and others write it once for all.
+      const bool two = hosts.size() == 2;
+      CHECK_EQ(RouteName(op, hosts, kSlot + 1) == "tiles",
+               !two || op == Collective::kAllgather);
+      CHECK_EQ(RouteName(op, hosts, 1 << 20) == "tiles", !two);
     }
     CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 60 << 10), "inline");
     CHECK_EQ(RouteName(Collective::kReducescatter, hosts, 1 << 20), "tiles");
     for (uint64_t bytes : {8, 1 << 20}) {  // ranks do not know the other lengths
       CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes), "inline");
-      CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes, "", true), "pairwise");
+      for (const char* algorithm : {"", "shared"})
+        CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes, algorithm, true),
+                 "pairwise");
+      CHECK_EQ(RouteName(Collective::kAlltoall, hosts, bytes, "", true, ReduceOp::kSum,
+                         true),
+               "tiles");
     }
   }
 }

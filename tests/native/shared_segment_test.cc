@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -196,6 +197,173 @@ TEST(ReducescatterOfMoreRanksThanATileHasLines) {
   });
 }
 
+constexpr char kAllShared[] = "broadcast:shared,allgather:shared,alltoall:shared";
+
+// Byte i of the data that rank `from` gives to rank `to`.
+uint8_t Byte(int from, int to, size_t i) {
+  return static_cast<uint8_t>(i * 7 + static_cast<size_t>(from) * 31 +
+                              static_cast<size_t>(to) * 101);
+}
+
+std::vector<uint8_t> Bytes(int from, int to, int64_t n) {
+  std::vector<uint8_t> bytes;
+  for (size_t i = 0; i < static_cast<size_t>(n); ++i)
+    bytes.push_back(Byte(from, to, i));
+  return bytes;
+}
+
+void Append(std::vector<uint8_t>* to, const std::vector<uint8_t>& bytes) {
+  to->insert(to->end(), bytes.begin(), bytes.end());
+}
+
+Tensor TensorOf(std::vector<uint8_t>* in, std::vector<uint8_t>* out) {
+  return {DType::kU8,
+          {static_cast<int64_t>(in->size())},
+          in->data(),
+          out->data(),
+          out->size()};
+}
+
+Call MoveOf(Collective op, std::vector<int64_t> rows = {}, int root = 0) {
+  Call call;
+  call.op = op;
+  call.name = "m";
+  call.rows = std::move(rows);
+  call.root = root;
+  return call;
+}
+
+// Broadcasts tensors of n, 0, 1 and 9000 bytes.
+void CheckBroadcast(Communicator& c, int root, int64_t n, bool in_place) {
+  const std::vector<int64_t> sizes = {n, 0, 1, 9000};
+  std::vector<std::vector<uint8_t>> in, out;
+  for (const int64_t size : sizes) {
+    in.push_back(Bytes(c.rank(), 0, size));
+    out.emplace_back(static_cast<size_t>(size), uint8_t{1});
+  }
+  Call call = MoveOf(Collective::kBroadcast, {}, root);
+  for (size_t k = 0; k < sizes.size(); ++k)
+    call.tensors.push_back(TensorOf(&in[k], in_place ? &in[k] : &out[k]));
+  CHECK(c.Run(call).ok());
+  for (size_t k = 0; k < sizes.size(); ++k)
+    CHECK((in_place ? in[k] : out[k]) == Bytes(root, 0, sizes[k]));
+}
+
+void CheckAllgather(Communicator& c, const std::vector<int64_t>& rows) {
+  std::vector<uint8_t> want;
+  for (int r = 0; r < c.size(); ++r)
+    Append(&want, Bytes(r, 0, rows[static_cast<size_t>(r)]));
+  std::vector<uint8_t> in = Bytes(c.rank(), 0, rows[static_cast<size_t>(c.rank())]);
+  std::vector<uint8_t> out(want.size());
+  Call call = MoveOf(Collective::kAllgather, rows);
+  call.tensors.push_back(TensorOf(&in, &out));
+  CHECK(c.Run(call).ok());
+  CHECK(out == want);
+}
+
+// Runs an alltoall in which every rank sends n bytes to every rank, but rank 0 sends
+// itself `more` bytes more.
+void CheckAlltoall(Communicator& c, int64_t n, int64_t more = 0) {
+  const auto size = static_cast<size_t>(c.size());
+  std::vector<uint8_t> in, want;
+  std::vector<int64_t> rows;
+  for (size_t side = 0; side < 2; ++side)
+    for (int r = 0; r < c.size(); ++r)
+      rows.push_back(n + (r == 0 && c.rank() == 0 ? more : 0));
+  for (int r = 0; r < c.size(); ++r) {
+    Append(&in, Bytes(c.rank(), r, rows[static_cast<size_t>(r)]));
+    Append(&want, Bytes(r, c.rank(), rows[size + static_cast<size_t>(r)]));
+  }
+  std::vector<uint8_t> out(want.size());
+  Call call = MoveOf(Collective::kAlltoall, rows);
+  call.tensors.push_back(TensorOf(&in, &out));
+  CHECK(c.Run(call).ok());
+  CHECK(out == want);
+}
+
+// Inline data, one tile and many tiles, between allreduces that advance the cursor by
+// any amount.
+void Moves() {
+  for (const int p : {2, 3, 5}) {
+    World world(std::vector<int>(static_cast<size_t>(p), 0), kAllShared, 4096, 20,
+                kTile);
+    world.Each([&](Communicator& c) {
+      for (const int64_t n : {0, 1, 70'001, 80'000, 300'001}) {
+        const bool in_place = n % 2 == 0;
+        for (const int root : {0, p - 1}) CheckBroadcast(c, root, n, in_place);
+        CheckAllgather(c, std::vector<int64_t>(static_cast<size_t>(p), n));
+        std::vector<int64_t> uneven, one(static_cast<size_t>(p), 0);
+        for (int r = 0; r < p; ++r) uneven.push_back(r * n / 3);
+        one[1] = n;
+        CheckAllgather(c, uneven);
+        CheckAllgather(c, one);
+        CheckAlltoall(c, n);
+        CheckAlltoall(c, n / p);
+        CheckAllreduce(c, {static_cast<size_t>(n) + 1}, {});
+        CheckReducescatter(c, std::vector<int64_t>(static_cast<size_t>(p), n), 1, {});
+      }
+    });
+    for (const auto& [op, stats] : world.ranks[0]->log().stats()) {
+      CHECK_EQ(stats.algorithms.size(), size_t{1});
+      CHECK(stats.algorithms.at("shared") > 0);  // calls without bytes do not count
+    }
+  }
+}
+TEST(MovesOverASegment) { Moves(); }
+TEST(MovesOverASegmentByNonTemporalStores) {
+  const Override<bool> past(&always_non_temporal, true);
+  Moves();
+}
+
+TEST(LongMovesOverASegment) {
+  World world({0, 0, 0}, kAllShared, 4096, 20, 1 << 18);
+  world.Each([](Communicator& c) {
+    CheckBroadcast(c, 1, 9'000'001, false);
+    CheckAllgather(c, {3'000'001, 0, 6'000'000});
+    CheckAlltoall(c, 3'000'001);
+  });
+}
+
+// Only ranks that all send the same number of bytes to each rank can use the segment.
+TEST(AnAlltoallThatIsNotEvenIsSentPairwise) {
+  World world({0, 0, 0}, kAllShared, 4096, 20, kTile);
+  world.Each([](Communicator& c) {
+    for (const int64_t n : {70'000, 100'001}) {
+      CheckAlltoall(c, n, 1);
+      CheckAlltoall(c, n);
+    }
+  });
+  const auto algorithms = world.ranks[1]->log().stats().at("alltoall").algorithms;
+  CHECK_EQ(algorithms.at("shared"), 2u);
+  CHECK_EQ(algorithms.at("pairwise"), 2u);
+}
+
+TEST(RowsThatAreEvenOnEachRankButDifferAreAMismatch) {
+  for (const std::vector<int>& hosts : {std::vector{0, 0, 0}, {0, 0, 1}}) {
+    World world(hosts, "", 4096, 20, kTile);
+    world.Each([](Communicator& c) {
+      for (const int64_t n : {1, 100'000}) {
+        const int64_t mine = c.rank() == 1 ? 2 * n : n;
+        std::vector<uint8_t> in(static_cast<size_t>(3 * mine)), out(in);
+        Call call = MoveOf(Collective::kAlltoall, std::vector<int64_t>(6, mine));
+        call.tensors.push_back(TensorOf(&in, &out));
+        CHECK(c.Run(call).code() == Code::kMismatch);
+        CheckAlltoall(c, n);
+      }
+    });
+  }
+}
+
+// There are more ranks than cache lines in a tile.
+TEST(AnAlltoallOfMoreRanksThanATileHasLines) {
+  constexpr size_t kRanks = 4096 / kLineBytes + 1;
+  World world(std::vector<int>(kRanks, 0), kAllShared, 4096, 60, 4096);
+  world.Each([&](Communicator& c) {
+    CheckAlltoall(c, 300);
+    CheckAllgather(c, std::vector<int64_t>(kRanks, 20'000));
+  });
+}
+
 TEST(ElementTypesOfEverySizeOverASegment) {
   World world({0, 0, 0}, "", 4096, 20, kTile);
   world.Each([](Communicator& c) {
@@ -317,6 +485,7 @@ TEST(APeerThatLeavesIsDetectedOnTheSegment) {
 struct PlayedSegments {
   explicit PlayedSegments(double timeout = 20) {
     CommunicatorOptions o;
+    o.algorithm = kAllShared;
     o.topology = {0, 2, {0, 0}};
     o.world_ranks = {0, 1};
     o.collective_timeout = timeout;
@@ -364,6 +533,64 @@ TEST(ImpossibleCountersAreDamage) {
     CHECK(status.code() == Code::kUnavailable);
     CHECK(status.message().find("damaged") != std::string::npos);
   }
+}
+
+// Runs a collective that only moves data beside a peer that agrees to it, after `act`.
+// If `leaves`, the peer is lost after its agreement.
+Status RunMoveBesidePeer(Collective op, int root, bool leaves,
+                         const std::function<void(SharedSegment&)>& act) {
+  PlayedSegments played;
+  std::vector<uint8_t> in(200'000), out(in);
+  std::vector<int64_t> rows(op == Collective::kAlltoall ? 4 : 2, 100'000);
+  if (op == Collective::kBroadcast) rows.clear();
+  if (op == Collective::kAllgather) in.resize(100'000);
+  Call call = MoveOf(op, rows, root);
+  call.tensors.push_back(TensorOf(&in, &out));
+  std::thread peer([&] {
+    SharedSegment& theirs = *played.theirs;
+    while (theirs.Look(SharedSegment::kAgreed, 0) == 0) std::this_thread::yield();
+    // The frame, and the table of an alltoall.
+    std::memcpy(theirs.InlineSlot(1, 1), theirs.InlineSlot(1, 0), 128);
+    act(theirs);
+    theirs.Publish(SharedSegment::kAgreed, 1);
+    if (leaves) played.theirs.reset();
+  });
+  const Status status = played.ours->Run(call);
+  peer.join();
+  return status;
+}
+
+constexpr Collective kMoves[] = {Collective::kBroadcast, Collective::kAllgather,
+                                 Collective::kAlltoall};
+
+TEST(APeerThatIsLostDuringAMoveIsDetectedOnTheSegment) {
+  for (const Collective op : kMoves)
+    for (const bool midway : {false, true}) {
+      // The rank waits for data of the peer, or until the peer has read its own.
+      const int root = midway ? 0 : 1;
+      const Status status = RunMoveBesidePeer(op, root, true, [&](auto& theirs) {
+        if (midway) theirs.Publish(SharedSegment::kCopiedIn, 2);
+      });
+      CHECK(status.code() == Code::kUnavailable);
+      CHECK(status.message().find("closed the link") != std::string::npos);
+      CHECK_EQ(status.rank(), 1);
+    }
+}
+
+TEST(ImpossibleCountersInAMoveAreDamage) {
+  for (const Collective op : kMoves)
+    for (const auto counter : {SharedSegment::kCopiedIn, SharedSegment::kReduced}) {
+      // A rank reads kCopiedIn before it reads a slot, and kReduced before it writes to
+      // its own slot again.
+      const bool reads = counter == SharedSegment::kCopiedIn;
+      const Status status =
+          RunMoveBesidePeer(op, reads ? 1 : 0, false, [&](auto& theirs) {
+            if (!reads) theirs.Publish(SharedSegment::kCopiedIn, 1);
+            theirs.Publish(counter, 1000);
+          });
+      CHECK(status.code() == Code::kUnavailable);
+      CHECK(status.message().find("damaged") != std::string::npos);
+    }
 }
 
 TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {

@@ -85,6 +85,31 @@ def test_waiting_is_measured_apart_from_moving_data(world: World, lane: str) -> 
 
 
 @pytest.mark.launch("jax")
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("lane", ["named", "compiled"])
+def test_long_data_that_only_move_take_tiles(world: World, lane: str) -> None:
+    """An alltoall takes tiles if all ranks send equally many rows to each rank."""
+    rows, rank = 30_000, world.rank
+    api: Any = eager if lane == "named" else ringjax
+    x = np.arange(3 * rows, dtype=np.float32) + rank
+    got = np.asarray(api.broadcast(x, root_rank=1, name="b"))
+    assert (got == x - rank + 1).all()
+    got = np.asarray(api.allgather(x[: rows + rank], name="g"))
+    parts = [x[: rows + r] - rank + r for r in range(3)]
+    assert (got == np.concatenate(parts)).all()
+    for name, more in (("even", 0), ("uneven", 1)):
+        # Rank r sends `more` rows to rank 0 beyond those to the others.
+        splits = [rows - 1 + more, rows - 1, rows - 1]
+        sent = np.repeat(np.arange(3) + 10 * rank, splits)
+        got = np.asarray(api.alltoall(sent, splits=splits, name=name)[0])
+        want = np.repeat(rank + 10 * np.arange(3), splits[rank])
+        assert (got == want).all()
+    routes = {c["name"]: c["algorithm"] for c in ringjax.recent_calls()}
+    assert routes["b"] == routes["g"] == routes["even"] == "tiles"
+    assert routes["uneven"] == "pairwise"
+
+
+@pytest.mark.launch("jax")
 @pytest.mark.ranks(1, 3)
 def test_buckets_have_separate_sums(world: World) -> None:
     for _ in range(3):

@@ -76,10 +76,12 @@ RJ_ALGORITHM(PairwiseAlltoall);
 
 #undef RJ_ALGORITHM
 
-// shared.cc. The table pairs these cost functions with the direct algorithms'
-// schedules.
+// shared.cc. The table pairs these cost functions with schedules of other algorithms.
 double SharedAllreduceCost(uint64_t bytes, const Network&);
 double SharedReducescatterCost(uint64_t bytes, const Network&);
+double SharedAllgatherCost(uint64_t bytes, const Network&);
+double SharedBroadcastCost(uint64_t bytes, const Network&);
+double SharedAlltoallCost(uint64_t bytes, const Network&);
 
 // hierarchical.cc. HasHierarchy returns whether there are several hosts, and at least
 // one has several ranks. HasEvenHierarchy also requires equally many ranks on all

@@ -84,6 +84,9 @@ struct Problem {
   Collective op = Collective::kAllreduce;
   int root = 0;
   std::vector<uint64_t> counts;
+  // Only an alltoall: whether all counts of all ranks are the same number. A rank must
+  // not infer this from its own counts: all ranks must have agreed.
+  bool even = false;
 };
 
 using Generator = Schedule (*)(const Problem&, const Topology&);

@@ -48,10 +48,14 @@ constexpr std::array kTable = {
     RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy, kHosts),
     RJ_ROW(kAllreduce, "hierarchical_halving", HierarchicalHalvingAllreduce,
            HasHierarchy, kHosts),
+    Algorithm{kAllgather, kShared, DirectAllgather, HasSharedSegment, kSharedMemory,
+              SharedAllgatherCost},
     RJ_ROW(kAllgather, "direct", DirectAllgather, HasFewRanks, kFewRanks),
     RJ_ROW(kAllgather, "ring", RingAllgather, Always, ""),
     RJ_ROW(kAllgather, "bruck", BruckAllgather, Always, ""),
     RJ_ROW(kAllgather, "hierarchical", HierarchicalAllgather, HasEvenHierarchy, kHosts),
+    Algorithm{kBroadcast, kShared, DirectBroadcast, HasSharedSegment, kSharedMemory,
+              SharedBroadcastCost},
     RJ_ROW(kBroadcast, "tree", TreeBroadcast, Always, ""),
     RJ_ROW(kBroadcast, "direct", DirectBroadcast, HasFewRanks, kFewRanks),
     RJ_ROW(kBroadcast, "chain", ChainBroadcast, Always, ""),
@@ -63,7 +67,9 @@ constexpr std::array kTable = {
     RJ_ROW(kReducescatter, "halving", HalvingReducescatter, Always, ""),
     RJ_ROW(kReducescatter, "hierarchical", HierarchicalReducescatter, HasEvenHierarchy,
            kHosts),
-    RJ_ROW(kAlltoall, "pairwise", PairwiseAlltoall, Always, ""),
+    Algorithm{kAlltoall, kShared, PairwiseAlltoall, HasSharedSegment, kSharedMemory,
+              SharedAlltoallCost},
+    RJ_ROW(kAlltoall, kUneven, PairwiseAlltoall, Always, ""),
 };
 #undef RJ_ROW
 

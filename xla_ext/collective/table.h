@@ -35,6 +35,8 @@ struct Network {
 // The name of the algorithm that needs a shared segment. engine/call/tiles.h runs this
 // algorithm, not the executor.
 inline constexpr std::string_view kShared = "shared";
+// The only algorithm for an alltoall that is not even (Problem::even).
+inline constexpr std::string_view kUneven = "pairwise";
 
 struct Algorithm {
   Collective op;

@@ -151,9 +151,10 @@ Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
 }
 
 // Runs the dissemination rounds over links, beginning with the frame `mine`. Sets
-// `*agreed` to whether all fingerprints are equal and no rank has refused the call.
-Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter,
-                   bool* agreed) {
+// `*agreed` to whether all fingerprints are equal and no rank has refused the call, and
+// `*same` as Agree does.
+Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter, bool* agreed,
+                   bool* same) {
   const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
   Frame theirs;
@@ -162,24 +163,28 @@ Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter,
     RJ_TRY(exchange.SwapFrames((endpoints.rank + reach) % size, mine,
                                (endpoints.rank - reach + size) % size, &theirs));
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
+    if (theirs.attached != mine.attached) mine.attached = 0;
   }
   *agreed = mine.agreed == 1;
+  *same = mine.attached != 0;
   return OkStatus();
 }
 
 // Compares this rank's frame with the frames of all peers in the shared segment, and
-// sets `*agreed` to whether they fit.
+// sets `*agreed` to whether they fit, and `*same` as Agree does.
 Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpoints,
-                        bool* agreed) {
+                        bool* agreed, bool* same) {
   SharedSegment& segment = *endpoints.segment;
   Frame theirs;
   *agreed = mine.agreed == 1;
+  *same = mine.attached != 0;
   for (int peer = 0; peer < segment.size(); ++peer) {
     if (peer == segment.rank()) continue;
     std::memcpy(&theirs, segment.InlineSlot(turn, peer), sizeof theirs);
     if (!theirs.SameStream(mine) || theirs.kind != mine.kind)
       return OutOfStep(theirs, mine, peer);
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) *agreed = false;
+    if (theirs.attached != mine.attached) *same = false;
   }
   return OkStatus();
 }
@@ -192,13 +197,13 @@ Status CompareInSegment(uint64_t turn, const Frame& mine, const Endpoints& endpo
 // at the earliest. In the turn between, its writer has waited for every peer, so no
 // peer still reads the slot.
 Status AgreeInSegment(const Frame& mine, const Endpoints& endpoints, Waiter* waiter,
-                      bool* agreed) {
+                      bool* agreed, bool* same) {
   SharedSegment& segment = *endpoints.segment;
   const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
   std::memcpy(segment.InlineSlot(turn, segment.rank()), &mine, sizeof mine);
   segment.Publish(SharedSegment::kAgreed, turn);
   RJ_TRY(Await(SharedSegment::kAgreed, turn, turn - 1, endpoints, waiter));
-  return CompareInSegment(turn, mine, endpoints, agreed);
+  return CompareInSegment(turn, mine, endpoints, agreed, same);
 }
 
 // A frame that ranks forward over links, and how many ranks, one after the other, have
@@ -410,23 +415,26 @@ Status ForwardRest(const std::vector<Frame>& frames, uint64_t most,
 }  // namespace
 
 Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
-             bool* agreed) {
+             bool* agreed, bool* same) {
+  bool unused = false;
+  if (!same) same = &unused;
   Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kAgree);
   mine.agreed = fit ? 1 : 0;
   waiter->Progressed();
-  return endpoints.segment ? AgreeInSegment(mine, endpoints, waiter, agreed)
-                           : Disseminate(mine, endpoints, waiter, agreed);
+  return endpoints.segment ? AgreeInSegment(mine, endpoints, waiter, agreed, same)
+                           : Disseminate(mine, endpoints, waiter, agreed, same);
 }
 
 bool HaveAgreed(uint64_t turn, const Endpoints& endpoints) {
   const SharedSegment& segment = *endpoints.segment;
-  bool agreed = segment.own(SharedSegment::kAgreed) >= turn;
+  bool agreed = segment.own(SharedSegment::kAgreed) >= turn, same = false;
   for (int peer = 0; peer < segment.size() && agreed; ++peer)
     agreed = segment.Look(SharedSegment::kAgreed, peer) >= turn;
   Frame mine;  // the frame that this rank has written for its peers
   std::memcpy(&mine, segment.InlineSlot(turn, segment.rank()), sizeof mine);
-  return agreed && CompareInSegment(turn, mine, endpoints, &agreed).ok() && agreed;
+  return agreed && CompareInSegment(turn, mine, endpoints, &agreed, &same).ok() &&
+         agreed;
 }
 
 Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool in_tiles,
@@ -445,7 +453,7 @@ Status AwaitEnd(const Frame& frame, const Endpoints& endpoints, bool in_tiles,
   mine.kind = static_cast<uint16_t>(FrameKind::kEnd);
   mine.bytes = 0;
   bool unused = false;
-  return Disseminate(mine, endpoints, waiter, &unused);
+  return Disseminate(mine, endpoints, waiter, &unused, &unused);
 }
 
 Status ExchangeTexts(const Frame& frame, const std::string& own,

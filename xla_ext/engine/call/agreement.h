@@ -26,8 +26,11 @@ namespace ringjax {
 // Sets `*agreed` to whether all ranks make the same call and every rank can make it.
 // All ranks receive the same value. `fit` says whether this rank can make the call. A
 // mismatch is not an error: Agree fails only with the errors of Execute.
+//
+// Sets `*same`, unless it is null, to whether frame.attached is the same number on all
+// ranks, and not 0. All ranks receive the same value.
 Status Agree(const Frame& frame, bool fit, const Endpoints& endpoints, Waiter* waiter,
-             bool* agreed);
+             bool* agreed, bool* same = nullptr);
 
 // Returns whether the shared segment shows that all ranks have agreed in the agreement
 // with index `turn`. Does not wait.

@@ -150,6 +150,18 @@ uint64_t Fingerprint(const Call& call) {
   return hash.value();
 }
 
+uint64_t EvenRows(const Call& call, int size) {
+  if (call.op != Collective::kAlltoall) return 0;
+  Hash hash;
+  const size_t per_tensor = 2 * static_cast<size_t>(size);
+  for (size_t i = 0; i < call.rows.size(); ++i) {
+    const int64_t first = call.rows[i / per_tensor * per_tensor];
+    if (call.rows[i] != first) return 0;
+    if (i % per_tensor == 0) hash.Add(static_cast<uint64_t>(first));
+  }
+  return std::max<uint64_t>(hash.value(), 1);
+}
+
 std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged) {
   std::string text(Name(dtype));
   text += '[';

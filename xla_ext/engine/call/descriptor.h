@@ -84,7 +84,9 @@ struct Call {
   // For each tensor in turn, a list with the size of dim 0 on each rank.
   // Problem::counts describes the order within a list.
   std::vector<int64_t> rows;
-  bool rows_known = false;  // alltoall: the negotiation has compared `rows` already
+  // Alltoall: whether the negotiation has compared `rows` already, and whether it has
+  // found that all rows of each tensor are the same number on all ranks.
+  bool rows_known = false, even = false;
   bool overlapped = false;  // the program continues during the call; only recorded
 
   // Sets op, reduce_op and wire. Returns kInvalidArgument if a code is unknown.
@@ -107,6 +109,10 @@ Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
 // Returns a hash of all properties of a call that must be equal on all ranks. The rows
 // of an alltoall differ between ranks and are compared separately.
 uint64_t Fingerprint(const Call& call);
+
+// Returns a hash of the rows of an alltoall on `size` ranks if all rows of each tensor
+// are the same number, and otherwise 0.
+uint64_t EvenRows(const Call& call, int size);
 
 // Returns "f32[8,128]", or "f32[*,128]" if dim 0 may differ between ranks (`ragged`).
 std::string Describe(DType dtype, std::span<const int64_t> dims, bool ragged = false);

@@ -23,9 +23,10 @@ struct Frame {
   uint64_t sequence = 0;
   uint64_t fingerprint = 0;
   uint64_t bytes = 0;  // bytes of the payload
-  // kRound: 1 + the bytes of data that follow the message (Piggyback), or 0 without
-  // such data. kCma: the number of pieces of the sender's memory that hold the payload;
-  // a list of these pieces follows the frame in place of the payload.
+  // kAgree: the EvenRows of the call (descriptor.h), or 0 if the sender has seen
+  // another number. kRound: 1 + the bytes of data that follow the message (Piggyback),
+  // or 0 without such data. kCma: the number of pieces of the sender's memory that hold
+  // the payload; a list of these pieces follows the frame in place of the payload.
   uint64_t attached = 0;
 
   // Returns whether both frames belong to one call of one communicator. Ignores kind,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <span>
 
 #include "engine/call/inline_data.h"
 
@@ -31,13 +32,14 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
                       const RouteInputs& inputs) {
   if (arithmetic.op == ReduceOp::kAdasum) return Route{Route::Kind::kAdasum};
   if (IsInline(problem, arithmetic, inputs)) return Route{Route::Kind::kInline};
-  // No rank knows the total size of an alltoall, so assume 1 GiB.
-  uint64_t bytes = uint64_t{1} << 30;
-  if (problem.op != Collective::kAlltoall)
-    bytes = std::accumulate(problem.counts.begin(), problem.counts.end(), uint64_t{0}) *
-            Width(arithmetic.dtype);
+  const bool alltoall = problem.op == Collective::kAlltoall;
+  const std::span counts(problem.counts);
+  const auto sent = alltoall ? counts.first(counts.size() / 2) : counts;
+  const uint64_t bytes =
+      std::accumulate(sent.begin(), sent.end(), uint64_t{0}) * Width(arithmetic.dtype);
   Result<const Algorithm*> chosen =
-      Choose(problem.op, inputs.algorithm, bytes, inputs.topology, inputs.cost);
+      Choose(problem.op, alltoall && !problem.even ? kUneven : inputs.algorithm, bytes,
+             inputs.topology, inputs.cost);
   if (!chosen.ok()) return chosen.status();
   const Algorithm* algorithm = chosen.value();
   const bool tiles = algorithm->name == kShared;

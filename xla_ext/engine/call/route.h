@@ -10,9 +10,9 @@
 //              host goes through TCP.
 //
 // xla_ext/README.md has the table of sizes. All ranks must choose the same route, so
-// the decision depends only on values that are equal on all ranks. For an alltoall,
-// only the number of ranks is equal on all ranks, because no rank knows how many bytes
-// the other ranks send.
+// the decision depends only on values that are equal on all ranks. If an alltoall is
+// not even (Problem::even), only the number of ranks is equal on all ranks, because no
+// rank knows how many bytes the other ranks send.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,4 @@
-// Implements the tile pipeline, and on top of it allreduce and reduce-scatter. See
-// tiles.h.
+// Implements the tile pipeline, and on top of it the collectives. See tiles.h.
 #include "engine/call/tiles.h"
 
 #include <algorithm>
@@ -72,6 +71,10 @@ Tiling Layout(uint64_t count, uint64_t blocks, const Arithmetic& arithmetic,
 //                every peer has finished tile k - S   (the result slot is free)
 //   copy out k   every peer has reduced tile k        (the results are there)
 //
+// Without a copy-out phase there is no result slot, and a rank counts the tiles of a
+// message as finished when it has reduced all of them. A rank that contributes no data
+// has nothing to copy in, and its peers do not wait for that.
+//
 // The first S tiles of a message are special. Slots of two messages may differ in size,
 // so a slot of this message may overlap any slot of the previous message. The slots of
 // these tiles are free once every peer has finished all previous messages.
@@ -115,19 +118,21 @@ class TilePipeline {
 
   Status Run() {
     uint64_t copied_in = 0, reduced = 0, finished = 0;  // tiles of this message
+    const bool contributes = Contributes(rank_);
+    if (!contributes) copied_in = tiles_;
+    all_contribute_ = true;
+    for (int r = 0; r < size_; ++r) all_contribute_ &= Contributes(r);
     while (finished < tiles_) {
       bool ready = false;
       late_peer_ = -1;
       if (reduced < copied_in) {
         RJ_TRY(AllHave(SharedSegment::kCopiedIn, reduced + 1, &ready));
-        if (ready) RJ_TRY(SlotIsFree(SharedSegment::kFinished, reduced, &ready));
+        if (ready && copies_out_)
+          RJ_TRY(SlotIsFree(SharedSegment::kFinished, reduced, &ready));
         if (ready) {
           Reduce(reduced++);
           segment_.Publish(SharedSegment::kReduced, base_ + reduced);
-          // Without a copy-out phase, the tile is finished now. Counting it keeps the
-          // three counters equal between two messages.
-          if (!copies_out_)
-            segment_.Publish(SharedSegment::kFinished, base_ + ++finished);
+          if (!copies_out_) finished = reduced;
         }
       }
       if (!ready && finished < reduced) {
@@ -149,11 +154,16 @@ class TilePipeline {
         waiter_->Progressed();
         continue;
       }
-      RJ_TRY(waiter_->Idle(
-          [this] { return std::vector<Waiter::Interest>{{&segment_, true, false}}; }));
+      RJ_TRY(waiter_->Idle([&] {
+        return std::vector<Waiter::Interest>{
+            {Wakes(copied_in, reduced, finished), true, false}};
+      }));
       RJ_TRY(CheckStall(
           endpoints_, *waiter_, [this] { return std::vector{late_peer_}; }, kNotMoved));
     }
+    // The three counters of a rank are equal between two messages.
+    if (!contributes) segment_.Publish(SharedSegment::kCopiedIn, base_ + tiles_);
+    if (!copies_out_) segment_.Publish(SharedSegment::kFinished, base_ + tiles_);
     // Only a finished message moves the cursor, because after an abort CopyOutRetained
     // must find the same slots again.
     segment_.AdvanceCursor(tiles_ * slot_);
@@ -161,6 +171,8 @@ class TilePipeline {
   }
 
  protected:
+  // Returns whether `rank` copies data in. All ranks must return the same.
+  virtual bool Contributes(int) const { return true; }
   virtual void CopyIn(uint64_t k) = 0;
   virtual void Reduce(uint64_t k) = 0;
   virtual void CopyOut(uint64_t) {}  // never called without copies_out
@@ -234,6 +246,7 @@ class TilePipeline {
     *ready = false;
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || LastSeen(counter, r) >= value) continue;
+      if (counter == SharedSegment::kCopiedIn && !Contributes(r)) continue;
       RJ_TRY(
           segment_.Poll(counter, r, value, UpperBound(counter), &LastSeen(counter, r)));
       if (LastSeen(counter, r) >= value) continue;
@@ -245,6 +258,17 @@ class TilePipeline {
     }
     *ready = true;
     return OkStatus();
+  }
+
+  // Returns what wakes this rank. If only one phase is left, a rank that waits for all
+  // ranks is woken once, and not each time that a rank has copied in or reduced a tile.
+  Waitable* Wakes(uint64_t copied_in, uint64_t reduced, uint64_t finished) const {
+    if (tiles_ > slots_) return &segment_;
+    if (copied_in == tiles_ && reduced == finished && all_contribute_)
+      return segment_.AllAt(SharedSegment::kCopiedIn, base_ + reduced + 1);
+    if (reduced == tiles_)
+      return segment_.AllAt(SharedSegment::kReduced, base_ + finished + 1);
+    return &segment_;
   }
 
   uint64_t& LastSeen(SharedSegment::Counter counter, int rank) {
@@ -263,6 +287,7 @@ class TilePipeline {
 
   const uint64_t first_slot_;        // tile k has slot (first_slot_ + k) % slots_
   const uint64_t base_;              // tiles of all messages before this one
+  bool all_contribute_ = true;       // Contributes of all ranks
   std::vector<uint64_t> last_seen_;  // counters of the peers, by rank and counter
   int late_peer_ = -1;               // the peer that the oldest phase waits for
 };
@@ -385,71 +410,158 @@ class AllreducePipeline : public TilePipeline {
   const uint64_t count_;
 };
 
-// A slot has one block of `tile_` elements for each rank, with the contribution of the
-// slot's owner to that rank. The owner's own block is unused, and so is the end of a
-// block whose rank receives fewer elements than other ranks.
-class ReducescatterPipeline : public TilePipeline {
+// A message of blocks, one for each rank: counts[r] elements that belong to rank r.
+class BlockPipeline : public TilePipeline {
  public:
-  ReducescatterPipeline(const Buffers& buffers, const std::vector<uint64_t>& counts,
-                        const Tiling& tiling, const Arithmetic& arithmetic,
-                        const Endpoints& endpoints, Waiter* waiter)
+  BlockPipeline(const Buffers& buffers, std::vector<uint64_t> counts,
+                const Tiling& tiling, const Arithmetic& arithmetic,
+                const Endpoints& endpoints, Waiter* waiter)
       : TilePipeline(buffers, tiling, arithmetic, endpoints, waiter, false),
-        counts_(counts) {}
-
- private:
-  // Returns the elements that `rank` receives by tile `k`, numbered from the first
-  // element that `rank` receives in the whole call.
-  Range Part(uint64_t k, size_t rank) const {
-    return {std::min(counts_[rank], k * tile_),
-            std::min(counts_[rank], (k + 1) * tile_)};
+        counts_(std::move(counts)) {
+    for (const uint64_t count : counts_) starts_.push_back(starts_.back() + count);
   }
 
-  void CopyIn(uint64_t k) override {
-    uint64_t before = 0;  // elements for lower ranks
-    for (size_t r = 0; r < counts_.size(); before += counts_[r++]) {
-      if (r == static_cast<size_t>(rank_)) continue;
+ protected:
+  // Returns the elements of the block of `rank` in tile `k`, numbered from the start of
+  // that block.
+  Range Part(uint64_t k, int rank) const {
+    const uint64_t count = counts_[static_cast<size_t>(rank)];
+    return {std::min(count, k * tile_), std::min(count, (k + 1) * tile_)};
+  }
+  // Returns the number of elements in the blocks before that of `rank`.
+  uint64_t Start(int rank) const { return starts_[static_cast<size_t>(rank)]; }
+  uint64_t Count(int rank) const { return counts_[static_cast<size_t>(rank)]; }
+
+  // Copies the blocks for the peers into the slot of this rank. The slot has a place of
+  // `tile_` elements for each rank. The place of this rank is unused, and so is the end
+  // of a place whose rank receives fewer elements than other ranks.
+  void CopyInForPeers(uint64_t k) const {
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_) continue;
       const Range part = Part(k, r);
-      WriteInput(Slot(k, rank_) + r * tile_ * wire_width_,
-                 {before + part.begin, before + part.end});
+      WriteInput(PlaceFor(r, k, rank_), {Start(r) + part.begin, Start(r) + part.end});
     }
   }
+  // Returns the place for the data to `reader` in the slot of `writer`.
+  std::byte* PlaceFor(int reader, uint64_t k, int writer) const {
+    return Slot(k, writer) + static_cast<uint64_t>(reader) * tile_ * wire_width_;
+  }
+
+ private:
+  const std::vector<uint64_t> counts_;
+  std::vector<uint64_t> starts_ = {0};
+};
+
+class ReducescatterPipeline : public BlockPipeline {
+ public:
+  using BlockPipeline::BlockPipeline;
+
+ private:
+  void CopyIn(uint64_t k) override { CopyInForPeers(k); }
 
   void Reduce(uint64_t k) override {
     const FloatMode mode;  // see AllreducePipeline::Reduce
-    const auto rank = static_cast<size_t>(rank_);
-    uint64_t before = 0;  // elements for lower ranks
-    for (size_t r = 0; r < rank; ++r) before += counts_[r];
-    const Range part = Part(k, rank);
+    const Range part = Part(k, rank_);
+    const uint64_t place = PlaceFor(rank_, k, 0) - Slot(k, 0);
     for (uint64_t at = part.begin; at < part.end;) {
       const uint64_t most = std::min(StripElements(), part.end - at) * width_;
       const Span out = buffers_.out->At(at * width_, most);
-      const Span own = buffers_.in->At((before + at) * width_, out.bytes);
+      const Span own = buffers_.in->At((Start(rank_) + at) * width_, out.bytes);
       const uint64_t n = own.bytes / width_;
-      ReduceStrip(out.data, own.data, k, (rank * tile_ + at - part.begin) * wire_width_,
-                  n);
+      ReduceStrip(out.data, own.data, k, place + (at - part.begin) * wire_width_, n);
       at += n;
     }
   }
-
-  const std::vector<uint64_t>& counts_;
 };
+
+// A collective that only moves bytes. In an alltoall, all blocks have the same size,
+// and a slot has a place for each reader. Otherwise, every rank that contributes has
+// one block, which all ranks read, and a slot holds nothing else.
+class MovePipeline : public BlockPipeline {
+ public:
+  MovePipeline(const Buffers& buffers, bool alltoall, std::vector<uint64_t> counts,
+               const Tiling& tiling, const Arithmetic& arithmetic,
+               const Endpoints& endpoints, Waiter* waiter)
+      : BlockPipeline(buffers, std::move(counts), tiling, arithmetic, endpoints,
+                      waiter),
+        alltoall_(alltoall) {}
+
+ private:
+  bool Contributes(int rank) const override { return Count(rank) > 0; }
+
+  void CopyIn(uint64_t k) override {
+    if (alltoall_) return CopyInForPeers(k);
+    WriteInput(Slot(k, rank_), Part(k, rank_));
+  }
+
+  // Copies the parts of all ranks to the output. Each rank starts with its own part and
+  // then reads that of the next rank, so that not all ranks read from one core.
+  void Reduce(uint64_t k) override {
+    for (int i = 0; i < size_; ++i) {
+      const int from = (rank_ + i) % size_;
+      const Range part = Part(k, from);
+      const uint64_t out = Start(from) + part.begin, bytes = part.end - part.begin;
+      if (from != rank_) {
+        Store(alltoall_ ? PlaceFor(rank_, k, from) : Slot(k, from), out, bytes);
+        continue;
+      }
+      uint64_t at = out;
+      buffers_.in->ForPieces(alltoall_ ? out : part.begin, bytes, [&](Span piece) {
+        Store(piece.data, at, piece.bytes);
+        at += piece.bytes;
+      });
+    }
+  }
+
+  // Copies `bytes` bytes to the output, from its byte `at` on.
+  void Store(const std::byte* from, uint64_t at, uint64_t bytes) const {
+    const bool past_caches = buffers_.out->bytes() >= kNonTemporalResult;
+    buffers_.out->ForPieces(at, bytes, [&](Span to) {
+      if (to.data == from) return;  // a broadcast in place, on the root
+      (past_caches ? CopyNonTemporal : CopyBytes)(to.data, from, to.bytes);
+      from += to.bytes;
+    });
+  }
+
+  const bool alltoall_;
+};
+
+// Returns the size of each rank's block, which the rank receives in a reduce-scatter,
+// and contributes otherwise.
+std::vector<uint64_t> BlockSizes(const Problem& problem, int size) {
+  const auto ranks = static_cast<size_t>(size);
+  std::vector<uint64_t> counts = problem.counts;
+  if (problem.op == Collective::kAlltoall) counts.resize(ranks);
+  if (problem.op != Collective::kBroadcast) return counts;
+  counts.assign(ranks, 0);
+  counts[static_cast<size_t>(problem.root)] = problem.counts[0];
+  return counts;
+}
 
 }  // namespace
 
-Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
-                        const Arithmetic& arithmetic, const Endpoints& endpoints,
-                        Waiter* waiter) {
-  return AllreducePipeline(buffers, count, arithmetic, endpoints, waiter).Run();
-}
-
-Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
-                            const Arithmetic& arithmetic, const Endpoints& endpoints,
-                            Waiter* waiter, bool* fits) {
+Status RunInTiles(const Problem& problem, const Buffers& buffers,
+                  const Arithmetic& arithmetic, const Endpoints& endpoints,
+                  Waiter* waiter, bool* fits) {
+  *fits = true;
+  if (problem.op == Collective::kAllreduce)
+    return AllreducePipeline(buffers, problem.counts[0], arithmetic, endpoints, waiter)
+        .Run();
+  const int size = endpoints.segment->size();
+  const bool alltoall = problem.op == Collective::kAlltoall;
+  const bool reduces = problem.op == Collective::kReducescatter;
+  std::vector<uint64_t> counts = BlockSizes(problem, size);
   const uint64_t longest = *std::max_element(counts.begin(), counts.end());
-  const Tiling tiling = Layout(longest, counts.size(), arithmetic, *endpoints.segment);
+  const uint64_t places = alltoall || reduces ? counts.size() : 1;
+  const Tiling tiling = Layout(longest, places, arithmetic, *endpoints.segment);
   *fits = longest == 0 || tiling.tile > 0;
   if (tiling.tiles == 0) return OkStatus();
-  return ReducescatterPipeline(buffers, counts, tiling, arithmetic, endpoints, waiter)
+  if (reduces)
+    return ReducescatterPipeline(buffers, std::move(counts), tiling, arithmetic,
+                                 endpoints, waiter)
+        .Run();
+  return MovePipeline(buffers, alltoall, std::move(counts), tiling, arithmetic,
+                      endpoints, waiter)
       .Run();
 }
 

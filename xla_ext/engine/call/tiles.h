@@ -1,9 +1,9 @@
-// Reductions of long messages through the shared segment, tile by tile.
+// Long messages through the shared segment, tile by tile.
 //
 // All ranks must map one SharedSegment. Short messages travel as inline data instead
 // (inline_data.h).
 //
-// The algorithm works as follows. The message is cut into tiles, and each of the P
+// An allreduce works as follows. The message is cut into tiles, and each of the P
 // ranks owns one part of every tile, about 1/P of it, which it reduces for all ranks. A
 // tile passes through three phases on every rank:
 //
@@ -12,7 +12,12 @@
 //              slot -> its output, and the common result slot
 //   copy out   the parts that it does not own: the common result slot -> its output
 //
-// A reduce-scatter ends after the second phase. These are the transfers of the direct
+// A reduce-scatter ends after the second phase. So do the collectives that only move
+// data: their second phase copies the parts of all ranks from the slots to the output.
+// In an allgather or a broadcast, a rank writes its data once, and all peers read them.
+// In an alltoall, each peer reads its part.
+//
+// For an allreduce and a reduce-scatter, these are the transfers of the direct
 // algorithm (collective/direct.cc), with one difference: data that P - 1 ranks need are
 // written once and not P - 1 times. Each rank writes (P-1)/P n + n/P elements to the
 // segment and reads 2 (P-1)/P n. No rank reads another rank's private memory, so this
@@ -29,26 +34,21 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
+#include "collective/schedule.h"
 #include "engine/call/executor.h"
 
 namespace ringjax {
 
-// Reduces the `count` > 0 elements of buffers.in into buffers.out on every rank. Both
-// buffers may be the same memory. Fails with the errors of Execute.
-Status AllreduceInTiles(const Buffers& buffers, uint64_t count,
-                        const Arithmetic& arithmetic, const Endpoints& endpoints,
-                        Waiter* waiter);
-
-// Reduces buffers.in, which holds counts[r] elements for each rank r, and writes the
-// elements of this rank to buffers.out. Fails with the errors of Execute.
+// Runs an allreduce, a reduce-scatter, a broadcast, an allgather, or an alltoall with
+// problem.even. The buffers of an allreduce or a broadcast may be the same memory. An
+// allreduce must have at least one element. Fails with the errors of Execute.
 //
-// Sets `*fits` to false, on all ranks, if a tile has fewer cache lines than there are
-// ranks. Then no data have moved, and the caller must use the executor.
-Status ReducescatterInTiles(const Buffers& buffers, const std::vector<uint64_t>& counts,
-                            const Arithmetic& arithmetic, const Endpoints& endpoints,
-                            Waiter* waiter, bool* fits);
+// Sets `*fits` to false, on all ranks, if a tile has fewer cache lines than it must
+// hold blocks. Then no data have moved, and the caller must use the executor.
+Status RunInTiles(const Problem& problem, const Buffers& buffers,
+                  const Arithmetic& arithmetic, const Endpoints& endpoints,
+                  Waiter* waiter, bool* fits);
 
 // -- results that outlive an aborted call --------------------------------------------
 //

@@ -132,6 +132,7 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
       local_check && !local_check->ok() ? *local_check : Validate(call);
   std::vector<Request> requests;
   if (valid.ok()) requests = Split(call, state_.rank(), state_.size());
+  agreement.even = call.even;
   const bool inlined = planner_.IsInline(requests);
   using Source = CallAttempt::Source;
   if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
@@ -151,6 +152,7 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   else
     RJ_TRY(BeginAndAgree(call, valid, &frame, &waiter, &agreement));
   log_.Agreed();
+  for (Request& request : requests) request.problem.even = agreement.even;
   if (agreement.outcome.ok()) {
     if (Status s = AtFailpoint(Failpoint::kAgreed); !s.ok())
       return failures_.Fail(call, s);
@@ -217,9 +219,12 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
     return OkStatus();
   }
   bool agreed = false, fit = valid.ok();
-  RJ_TRY(Agree(frame, fit, state_.endpoints, waiter, &agreed));
-  if (agreed && call.op == Collective::kAlltoall && !call.rows.empty() &&
-      !call.rows_known && !agreement->splits_inline) {
+  Frame vote = frame;
+  if (fit) vote.attached = EvenRows(call, state_.size());
+  RJ_TRY(Agree(vote, fit, state_.endpoints, waiter, &agreed, &agreement->even));
+  // Rows that are even on all ranks fit together.
+  if (agreed && !agreement->even && call.op == Collective::kAlltoall &&
+      !call.rows.empty() && !call.rows_known && !agreement->splits_inline) {
     RJ_TRY(CheckSplits(call, frame, waiter, &fit));
     RJ_TRY(Agree(frame, fit, state_.endpoints, waiter, &agreed));
     if (!agreed) {
@@ -260,14 +265,9 @@ Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* wait
   log_.Count(*request, route.algorithm->name, route.name(),
              plan.sent * Width(request->arithmetic.wire));
   if (route.kind == Route::Kind::kTiles) {
-    const auto& counts = request->problem.counts;
     bool could = true;
-    if (request->problem.op == Collective::kAllreduce)
-      RJ_TRY(AllreduceInTiles(request->buffers, counts[0], request->arithmetic,
-                              state_.endpoints, waiter));
-    else
-      RJ_TRY(ReducescatterInTiles(request->buffers, counts, request->arithmetic,
-                                  state_.endpoints, waiter, &could));
+    RJ_TRY(RunInTiles(request->problem, request->buffers, request->arithmetic,
+                      state_.endpoints, waiter, &could));
     if (could) return OkStatus();
   }
   const Status done = Execute(plan, request->buffers, request->arithmetic, frame,

@@ -58,6 +58,7 @@ class CallRunner {
     Status outcome;              // if this is an error, no rank moves data
     bool refused = false;        // whether every rank has refused the call
     bool splits_inline = false;  // input: whether the inline data contain the splits
+    bool even = false;           // Problem::even of all requests
   };
   Status RunSteps(const Call& call, CallAttempt* attempt, const Status* local_check,
                   bool negotiated);

@@ -38,6 +38,7 @@ Result<const Planned*> Planner::PlanFor(const Request& request) {
   key.push_back(Width(request.arithmetic.dtype));
   key.push_back(static_cast<uint64_t>(problem.root));
   key.push_back(static_cast<uint64_t>(problem.op));
+  key.push_back(problem.even ? 1 : 0);
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     if (plans_.size() >= kMaxPlans) plans_.clear();

@@ -114,6 +114,20 @@ int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
   return s->splits[i * size + to];
 }
 
+// Returns whether, in an alltoall, every rank sends the same number of rows of a tensor
+// to every rank, for each tensor.
+bool IsEven(const Ready& ready, size_t size) {
+  for (size_t i = 0; i < ready.any->tensors.size(); ++i) {
+    const int64_t first = RowsFor(ready.by_rank[0], i, 0, size);
+    for (size_t from = 0; from < size; ++from) {
+      const SubmissionPtr& s = ready.by_rank[from];
+      for (size_t to = 0; to < (s && !s->splits.empty() ? size : 1); ++to)
+        if (RowsFor(s, i, to, size) != first) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 BatchBuilder::BatchBuilder(const LaneState& state)
@@ -248,6 +262,10 @@ Status BatchBuilder::Build(const Decision& decision, Batch* batch) const {
     for (size_t i = 0; i < ready.any->tensors.size(); ++i)
       RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch) : AddFixed(ready, i, batch));
   }
+  call.even = call.op == Collective::kAlltoall &&
+              std::all_of(decision.fused.begin(), decision.fused.end(), [&](auto& r) {
+                return IsEven(r, static_cast<size_t>(communicator_->size()));
+              });
   return OkStatus();
 }
 
