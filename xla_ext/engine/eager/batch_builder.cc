@@ -119,11 +119,12 @@ int64_t RowsFor(const SubmissionPtr& s, size_t i, size_t to, size_t size) {
 bool IsEven(const Ready& ready, size_t size) {
   for (size_t i = 0; i < ready.any->tensors.size(); ++i) {
     const int64_t first = RowsFor(ready.by_rank[0], i, 0, size);
-    for (size_t from = 0; from < size; ++from) {
-      const SubmissionPtr& s = ready.by_rank[from];
+    const bool even = ready.by_rank.AllOf([&](const SubmissionPtr& s) {
       for (size_t to = 0; to < (s && !s->splits.empty() ? size : 1); ++to)
         if (RowsFor(s, i, to, size) != first) return false;
-    }
+      return true;
+    });
+    if (!even) return false;
   }
   return true;
 }
