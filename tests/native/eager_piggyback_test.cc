@@ -224,8 +224,7 @@ TEST(eager_values_that_contradict_the_message_are_damage) {
   piggyback.own = std::as_bytes(std::span(wrong));
   auto work = lane.Submit(Place("x", &x, &x)).value();
   std::vector<std::string> messages;
-  CHECK(
-      world.ranks[1]->rounds().Exchange(writer.Seal(0), &messages, &piggyback).ok());
+  CHECK(world.ranks[1]->rounds().Exchange(writer.Seal(0), &messages, &piggyback).ok());
   CHECK(piggyback.whole);
   const Status status = work->Wait();
   CHECK(status.message().find("rank 1 has told of other bytes than it gave") !=
