@@ -66,6 +66,9 @@ class Communicator:
     @property
     def epoch(self) -> int: ...
     @property
+    def doorbell_socket(self) -> int:
+        """The socket that wakes the rank out of poll; -1 if it never polls."""
+    @property
     def aborted(self) -> bool: ...
     @property
     def reason(self) -> str:

@@ -197,6 +197,8 @@ class Epoch:
             resilient=resilient,
             ending=ending,
         )
+        if (fd := communicator.doorbell_socket) >= 0:
+            self._sockets.setdefault(number, []).append((fd, os.fstat(fd).st_ino))
         self.communicators[number] = communicator
         if served:
             self.served[number] = resilient

@@ -294,6 +294,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
   }
   if (std::count(index_of.begin(), index_of.end(), -1) > 0 && hosts.size() > 1)
     Raise(bell->Open());
+  o.doorbell_socket = bell->socket();
   std::vector<std::unique_ptr<Link>> made(hosts.size());
   sockets.Release();
   Raise(AddLinks(links, rank, &made));
@@ -385,6 +386,8 @@ void BindHostCommunicator(nb::module_& m) {
                    [](const Communicator& c) { return c.options().topology.host; })
       .def_prop_ro("epoch", &Communicator::epoch)
       .def_prop_ro("aborted", &Communicator::aborted)
+      .def_prop_ro("doorbell_socket",
+                   [](const Communicator& c) { return c.options().doorbell_socket; })
       .def_prop_ro(
           "reason",
           [](const Communicator& c) { return ToText(c.abort_status().message()); })

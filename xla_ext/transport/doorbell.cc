@@ -72,7 +72,7 @@ Doorbell::~Doorbell() {
 
 Status Doorbell::Open() {
   if (socket_ >= 0) return OkStatus();
-  Descriptor made(socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  Descriptor made(::socket(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   const Address own(name_, index_);
   if (made.get() < 0 || bind(made.get(), own.generic(), own.length) != 0)
     return Status(Code::kUnavailable,
@@ -96,7 +96,7 @@ void Doorbell::RingPeer(int index) {
 void Doorbell::SendTo(int index) {
   const Address peer(name_, index);
   const int own = socket_;
-  const int fd = own >= 0 ? own : socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const int fd = own >= 0 ? own : ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   while (sendto(fd, nullptr, 0, MSG_DONTWAIT | MSG_NOSIGNAL, peer.generic(),
                 peer.length) < 0 &&
          errno == EINTR) {

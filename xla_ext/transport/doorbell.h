@@ -43,6 +43,8 @@ class Doorbell {
   int index() const { return index_; }
   HostWords& words(int index) const { return memory_->words(index); }
 
+  int socket() const { return socket_; }  // -1 unless it is open
+
   void Ring() { RingPeer(index_); }
   void RingPeer(int index);
   // Marks this rank as closed, which its peers see before they sleep.

@@ -50,7 +50,8 @@ struct CommunicatorOptions {
   // "allreduce:ring,broadcast:binomial".
   std::string algorithm;
   CostModel cost;
-  LinkOpener open_links;  // null if all links exist
+  LinkOpener open_links;     // null if all links exist
+  int doorbell_socket = -1;  // the socket that wakes this rank; -1 if it never polls
 
   std::shared_ptr<Recorder> recorder;  // receives an event for every call; may be null
   int process_set = 0;                 // id of the process set, for the recorder
