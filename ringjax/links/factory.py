@@ -97,13 +97,9 @@ class LinkFactory:
             PeerLost: a peer is lost.
             OutOfDescriptors: the limit of open files is too low.
         """
-        with self._shortage_named(what):
-            run = _FactoryRun(self, comm, ranks, what)
-            try:
-                run.build(control)
-                return run.take_descriptors()
-            finally:
-                run.close()
+        with self._run(comm, ranks, what) as run:
+            run.build(control)
+            return run.take_descriptors()
 
     def connect(
         self, comm: int, ranks: Sequence[int], what: str, peers: Sequence[int]
@@ -113,18 +109,16 @@ class LinkFactory:
         Each peer must connect itself to this rank at the same time. Raises as `build`
         does.
         """
-        with self._shortage_named(what):
-            run = _FactoryRun(self, comm, ranks, what)
-            try:
-                run.connect_data(peers)
-                return run.take_descriptors()
-            finally:
-                run.close()
+        with self._run(comm, ranks, what) as run:
+            run.connect_data(peers)
+            return run.take_descriptors()
 
     @contextlib.contextmanager
-    def _shortage_named(self, what: str) -> Iterator[None]:
+    def _run(self, comm: int, ranks: Sequence[int], what: str) -> Iterator[_FactoryRun]:
+        """Yields a run, and closes what the run has not returned."""
         try:
-            yield
+            with contextlib.closing(_FactoryRun(self, comm, ranks, what)) as run:
+                yield run
         except OSError as error:
             if not is_shortage(error):
                 raise
@@ -402,10 +396,11 @@ class _FactoryRun:
             except OSError as error:
                 if not is_shortage(error):
                     raise self._peer_lost(pair, error) from error
-                # The kernel limits the descriptors of a user that were sent and not
-                # received yet, in all processes together.
                 if time.monotonic() > self.deadline:
                     raise
+            # The kernel limits the descriptors of a user that were sent and not yet
+            # received, in all processes together, and no event reports that it lets
+            # this rank send again.
             time.sleep(0.005)
 
     def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:

@@ -9,8 +9,8 @@ Nearly all schedules stay within the graph, so other pairs of ranks are connecte
 when a call needs them (factory.py). Heartbeats use the graph (_native.Heartbeat): a
 rank watches its neighbours and passes the loss of a rank on to them. A loss reaches all
 ranks after log2(P) / 2 hops, and the graph stays connected if a sixteenth of the hosts
-is lost. Bosilca et al., "Failure
-detection and propagation in HPC systems", SC 2016, use the same graph.
+is lost. Bosilca et al., "Failure detection and propagation in HPC systems", SC 2016,
+use the same graph.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _DEVICE, _MAX_DEVICES = 1 << 20, 1 << 7
 
 
 def control_id(set_id: int, device_index: int) -> int:
-    """Returns the control communicator of the devices with this index on all ranks.
+    """Returns the id of the communicator that controls devices with this index.
 
     Example:
         >>> number = control_id(3, device_index=2)

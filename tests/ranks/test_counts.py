@@ -1,4 +1,4 @@
-"""What a rank needs grows with the logarithm of the number of ranks.
+"""Connections and memory of a rank grow with the logarithm of the number of ranks.
 
 A rank that is connected to all others makes a job of P ranks cost P * P. The tests
 count, so they do not depend on the speed of the machine.

@@ -59,7 +59,7 @@ def test_a_missing_broadcast_causes_one_warning(
             keras.ops.full(model.trainable_variables[0].shape, float(world.rank == 0))
         )
         fit(model, x[:4], y[:4], 2)
-        # Of two different values, the warning takes rank 0's as right: it names rank 1.
+        # If the values of two ranks differ, the warning names rank 1, not rank 0.
         differing = 1 if world.size == 2 else 0
         path = model.trainable_variables[0].path
         expected = warning_of_rank_0(world, 13, path, differing)

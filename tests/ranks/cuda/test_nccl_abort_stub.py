@@ -50,7 +50,7 @@ def test_all_ranks_stop_before_one_aborts(
         else:
             # The failure of rank 0 must not reach rank 1 within its first START.
             while not os.path.exists(started):
-                time.sleep(0.01)
+                time.sleep(0.01)  # rank 1 can only leave a file, so poll for it
             began = time.monotonic()
             try:
                 device.start(small, site=1)  # fails: the last START was not collected
