@@ -78,7 +78,7 @@ TEST(EqualMessagesOfAllRanksAreDecidedAtOnce) {
       for (const SubmissionPtr& s : EachOf(decisions[0].fused[i])) CHECK(s != nullptr);
     }
     CHECK_EQ(submitted, 3 * kRanks * kRanks);  // each rank hears of all
-    CHECK_EQ(calls, round == 0 ? submitted : 3 * kRanks);
+    CHECK_EQ(calls, 3 * kRanks);
   }
   // Another order on one rank, and then an operation that a rank has not submitted.
   for (int r = 0; r < kRanks; ++r)
@@ -89,6 +89,15 @@ TEST(EqualMessagesOfAllRanksAreDecidedAtOnce) {
   submit({"c", "b"}, 0);
   CHECK_EQ(ranks.Round()[0].fused.size(), 2u);
   CHECK_EQ(ranks[0].pending(), 0u);
+}
+
+TEST(EqualDescriptionsAreDecidedAtOnceWithoutACache) {
+  NegotiatingRanks ranks(3, {.cache_capacity = 0});
+  for (int round = 0; round < 2; ++round) {
+    for (int r = 0; r < 3; ++r) ranks[r].Submit(Share(Sum("a")));
+    CHECK_EQ(ranks.Round()[0].fused.size(), 1u);
+    CHECK_EQ(ranks[0].known(), 0u);
+  }
 }
 
 TEST(NegotiationOfAKnownStepIsShort) {

@@ -53,9 +53,9 @@ struct Negotiation::State {
   Key& KeyOf(const Submission& submission);
   void Forget(const Submission& submission);  // erases the submission's key if unused
 
-  // If all ranks have sent one message, which has only cache indices, and no operation
-  // is pending, makes the decisions in a time that does not depend on the ranks, but
-  // for the comparison of the messages. Otherwise changes nothing and returns false.
+  // If all ranks have sent one message, which has only submissions, and no operation is
+  // pending, makes the decisions in a time that does not depend on the ranks, but for
+  // the comparison of the messages. Otherwise decides nothing and returns false.
   bool ReadEqual(const std::vector<std::string>& messages, Batches* batches);
   // Processes the message of one rank, and makes the decisions that become possible.
   Status Read(const std::string& message, int rank, Batches* batches);
@@ -130,29 +130,45 @@ bool Negotiation::State::ReadEqual(const std::vector<std::string>& messages,
     return false;
   NegotiationReader reader(own, options.size);
   if (!reader.Open(round)) return false;
+  std::vector<SubmissionPtr> all, new_ones;
   std::vector<uint32_t> numbers;
   NegotiationItem item;
+  // Two items may have one key. Then a rank has submitted an operation twice, an error
+  // that Apply finds.
+  const auto is_first = [this](Key& key) {
+    return std::exchange(key.seen_in, round + 1) != round + 1;
+  };
   while (!reader.done()) {
-    if (!reader.Next(&item).ok() || item.kind != NegotiationItem::Kind::kReferences)
+    if (!reader.Next(&item).ok()) return false;
+    if (item.kind == NegotiationItem::Kind::kDescription) {
+      if (!is_first(KeyOf(*item.submission))) return false;
+      all.push_back(item.submission);
+      new_ones.push_back(item.submission);
+      continue;
+    }
+    if (item.kind != NegotiationItem::Kind::kReferences || item.first >= cache.size() ||
+        item.count > cache.size() - item.first)
       return false;
-    if (item.first >= cache.size() || item.count > cache.size() - item.first)
-      return false;
-    for (uint64_t i = 0; i < item.count; ++i)
-      numbers.push_back(static_cast<uint32_t>(item.first + i));
+    for (uint64_t i = item.first; i < item.first + item.count; ++i) {
+      if (!is_first(*numbered[i])) return false;
+      numbers.push_back(static_cast<uint32_t>(i));
+      all.push_back(cache[numbers.back()]);
+    }
   }
-  // Two indices may have one key. Then a rank has submitted an operation twice, an
-  // error that Apply finds.
-  if (numbers.size() != sent.size()) return false;
-  for (const uint32_t number : numbers)
-    if (std::exchange(numbered[number]->seen_in, round + 1) == round + 1) return false;
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    cache.Touch(numbers[i]);
-    const SubmissionPtr& any = cache[numbers[i]];
-    if (options.on_submission) options.on_submission(*any, 0, options.size);
-    batches->Add(
-        {any,
-         {any, messages.size(), static_cast<size_t>(options.rank), std::move(sent[i])},
-         next_id++});
+  if (all.size() != sent.size()) return false;
+  for (const uint32_t number : numbers) cache.Touch(number);
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (options.on_submission) options.on_submission(*all[i], 0, options.size);
+    batches->Add({all[i],
+                  {all[i], messages.size(), static_cast<size_t>(options.rank),
+                   std::move(sent[i])},
+                  next_id++});
+  }
+  for (const SubmissionPtr& submission : new_ones) {
+    if (options.cache_capacity > 0)
+      described.push_back(submission);
+    else
+      Forget(*submission);
   }
   sent_received = sent.size();
   return true;
