@@ -25,6 +25,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import jobs, report
+from ringjax.membership import member_table
 
 if TYPE_CHECKING:
     from chaos.faults import ChaosJob
@@ -308,7 +309,8 @@ def gather(ranks: int) -> Row:
             waiting = [client for client in waiting if client.authenticate()]
         for client in clients:
             client.send("hello", hello=client.hello)
-        members = [len(client.receive()["members"]) for client in clients]
+        tables = [client.receive()["members"] for client in clients]
+        members = [len(member_table.decode(table)) for table in tables]
         times.append(time.perf_counter())
         for number, client in enumerate(clients):
             client.send("exchange", epoch=0, number=0, value=number, seconds=60)

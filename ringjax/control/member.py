@@ -14,17 +14,19 @@ class Member:
     """A worker that has a rank in the current epoch.
 
     Attributes:
-        seen: the address from which the worker reached the coordinator. Other hosts can
-            reach this address, but perhaps not the addresses in `hello`.
-        hello: the description that the worker sent when it joined, as JSON.
         worker: the id of the worker. An elastic job never uses an id again; in other
             jobs the id is the rank.
+        host: the index of the worker's host. Hosts are numbered by their lowest ranks.
+        shm: whether the worker shares memory with other workers of its host.
+        cuda: the number of CUDA devices of the worker.
     """
 
     rank: int
-    seen: str
-    hello: JsonObject
     worker: int = -1
+    host: int = 0
+    hostname: str = ""
+    shm: bool = False
+    cuda: int = 0
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import json
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from ringjax.errors import AuthenticationError
 
 MAX_BYTES = 16 << 20  # the longest sealed message
 _MAC_BYTES = 32
+_COMPRESSED_FROM = 2048  # bytes of the shortest message that is compressed
 JsonMessage = Mapping[str, Any] | bytes  # a JSON object, or the result of `encode`
 
 
@@ -50,8 +52,35 @@ class SessionKeys:
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message as bytes, so that `seal` need not encode it for each peer."""
-    return json.dumps(message, separators=(",", ":")).encode()
+    """Encodes a message as bytes, so that `seal` need not encode it for each peer.
+
+    Long messages are compressed, because they are sent to many ranks. Raises ValueError
+    if the message has more than MAX_BYTES.
+    """
+    text = json.dumps(message, separators=(",", ":")).encode()
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"message of {len(text)} bytes, at most {MAX_BYTES}")
+    return zlib.compress(text, level=1) if len(text) >= _COMPRESSED_FROM else text
+
+
+def decode(data: bytes) -> JsonObject:
+    """Returns the message of the result of `encode`.
+
+    Raises:
+        AuthenticationError: the data are no message, or one of more than MAX_BYTES.
+    """
+    try:
+        if data[:1] != b"{":
+            unpacker = zlib.decompressobj()
+            data = unpacker.decompress(data, MAX_BYTES)
+            if not unpacker.eof or unpacker.unused_data:
+                raise AuthenticationError("sent an incomplete or too long message")
+        message = json.loads(data)
+    except (zlib.error, ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise AuthenticationError("sent something other than a JSON object")
+    return message
 
 
 class MessageSealer:
@@ -63,12 +92,9 @@ class MessageSealer:
     def seal(self, message: JsonMessage) -> bytes:
         """Returns the length (4 bytes), HMAC(key, counter, length, text), and the text.
 
-        Raises:
-            ValueError: the message has more than MAX_BYTES.
+        Raises ValueError as `encode` does.
         """
         text = message if isinstance(message, bytes) else encode(message)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"message of {len(text)} bytes, at most {MAX_BYTES}")
         head = struct.pack("!QI", self._count, len(text))
         self._count += 1
         sealed = head[8:] + hmac.digest(self._key, head + text, "sha256") + text
@@ -108,13 +134,7 @@ class MessageOpener:
             if not hmac.compare_digest(mac, expected):
                 raise AuthenticationError("sent a message that was altered or replayed")
             self._count += 1
-            try:
-                message = json.loads(text)
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
-                raise AuthenticationError("sent something other than a JSON object")
-            messages.append(message)
+            messages.append(decode(text))
         return messages
 
 

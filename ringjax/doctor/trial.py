@@ -109,9 +109,9 @@ def _network(born: float) -> TrialResult:
         "transports": stats["transports"],
         "hosts": len(set(hosts)),
     }
-    network = (
-        calibration.describe_network(world.members, hosts) if world.members else None
-    )
+    network = None
+    if world.client is not None:
+        network = calibration.describe_network(world.members, world.client.hello)
     if network is None or runtime.config().calibrate == "off":
         return found
     used = stats.get("allreduce", {}).get("algorithms", {})

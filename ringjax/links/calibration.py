@@ -19,7 +19,7 @@ from typing import TypeAlias
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
-from ringjax.control.member import Member
+from ringjax.control.member import JsonObject, Member
 from ringjax.errors import PeerLost, StartupError
 from ringjax.links import cost_cache
 from ringjax.links.cost_cache import LIMITS, NAMES, Cost, Network
@@ -44,21 +44,21 @@ _BARRIER = "barrier"
 Array: TypeAlias = "array.array[float]"
 
 
-def describe_network(members: Sequence[Member], hosts: Sequence[int]) -> Network | None:
+def describe_network(members: Sequence[Member], hello: JsonObject) -> Network | None:
     """Describes the network of a job. Returns None if all ranks share memory.
 
-    The description is equal on all ranks, and equal again when the job is restarted.
-    `members`, and `hosts` with the index of each member's host, are in rank order.
+    The description is equal again when the job is restarted. `members` are in rank
+    order, and `hello` describes this rank.
     """
-    if len(set(hosts)) == 1 and all(m.hello.get("shm") for m in members):
+    if all(m.host == 0 and m.shm for m in members):
         return None
-    first = [members[list(hosts).index(host)].hello for host in sorted(set(hosts))]
-    keys = ("hostname", "machine", "version", "settings")
+    keys = ("machine", "version", "settings")
     return {
-        "ranks": list(hosts),
-        "shm": [bool(m.hello.get("shm")) for m in members],
-        "hosts": [{key: hello.get(key) for key in keys} for hello in first],
-        "addresses": [_without_ports(str(hello["addresses"])) for hello in first],
+        "ranks": [m.host for m in members],
+        "shm": [m.shm for m in members],
+        "hosts": [m.hostname for m in members],
+        "addresses": _without_ports(str(hello["addresses"])),
+        **{key: hello.get(key) for key in keys},
     }
 
 

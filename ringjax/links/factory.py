@@ -18,7 +18,7 @@ import hmac
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
@@ -37,7 +37,14 @@ from ringjax.control.member import Member, ranks_text
 from ringjax.control.open_files import is_shortage
 from ringjax.control.tls import TlsOffer, offer_for
 from ringjax.control.unix_peer import peer_uid
-from ringjax.errors import AuthenticationError, OutOfDescriptors, PeerLost, Unreachable
+from ringjax.control.worker_address import WorkerAddress
+from ringjax.errors import (
+    AuthenticationError,
+    OutOfDescriptors,
+    PeerLost,
+    Stalled,
+    Unreachable,
+)
 from ringjax.links import shared_memory, sizes, standing
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
 from ringjax.links.pair import PairSetup
@@ -64,6 +71,7 @@ class LinkFactory:
         rank: this rank in the world.
         members: the members of the epoch, by rank.
         hosts: the index of the host of each world rank.
+        locate: returns the addresses of ranks, as `CoordinatorClient.locate` does.
         host_bytes: `_native.host_bytes`, which computes the bytes of a host's memory.
         log: called with a level, such as "warning", and a sentence.
     """
@@ -77,6 +85,7 @@ class LinkFactory:
     config: Config
     listener: LinkListener
     loss_monitor: LossMonitor
+    locate: Callable[[Sequence[int], float, str, int], Mapping[int, WorkerAddress]]
     host_bytes: sizes.HostBytes
     log: Callable[[str, str], None]
 
@@ -141,6 +150,8 @@ class _FactoryRun:
         self.factory, self.comm, self.ranks, self.what = factory, comm, ranks, what
         self.deadline = time.monotonic() + factory.config.start_timeout
         self.pairs: dict[int, PairSetup] = {}
+        # The addresses of the ranks to which this rank connects itself.
+        self.addresses: dict[int, WorkerAddress] = {}
         # The ranks that share memory, in the order of their indices; this rank alone if
         # it shares none.
         self.sharing = self._sharing()
@@ -151,10 +162,10 @@ class _FactoryRun:
     def _sharing(self) -> list[int]:
         hosts, members = self.factory.hosts, self.factory.members
         own = self.factory.rank
-        if not members[own].hello.get("shm"):
+        if not members[own].shm:
             return [own]
         near = [rank for rank in self.ranks if hosts[rank] == hosts[own]]
-        return [rank for rank in near if members[rank].hello.get("shm")]
+        return [rank for rank in near if members[rank].shm]
 
     def _name(self) -> str:
         """Returns the name of the doorbells, which only members of the job can compute.
@@ -223,9 +234,26 @@ class _FactoryRun:
         # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
         # same time.
         lower = sorted((r for r in self.pairs if r < own), reverse=True)
+        self._locate(lower)
         self._connect_all([self.pairs[rank] for rank in lower])
         for rank in sorted(r for r in self.pairs if r > own):
             self._accept_pair(self.pairs[rank])
+
+    def _locate(self, ranks: Sequence[int]) -> None:
+        """Asks the coordinator for the addresses of ranks."""
+        factory = self.factory
+        left = max(1.0, self.deadline - time.monotonic())
+        try:
+            found = factory.locate(ranks, left, self.what, factory.epoch)
+        except Stalled as error:
+            raise Unreachable(str(error)) from error
+        self.addresses |= found
+        missing = [rank for rank in ranks if rank not in found]
+        if missing:
+            self._check(dict)  # the reason may be known
+            raise PeerLost(
+                f"{self.what}: {ranks_text(missing)} left the job", missing[0]
+            )
 
     def _connect_all(self, pairs: Sequence[PairSetup]) -> None:
         waiting = {pair.rank: pair for pair in pairs}
@@ -301,16 +329,14 @@ class _FactoryRun:
         self, pair: PairSetup, purpose: Purpose
     ) -> list[str | tuple[str, int]]:
         """Returns the addresses of a peer; the address to try first comes first."""
-        member = self.factory.members[pair.rank]
+        peer = self.addresses[pair.rank]
         if pair.local and purpose == Purpose.CONTROL:
-            return ["\0" + str(member.hello["door"])]
-        found = address.parse(str(member.hello["addresses"]))
-        own = self.factory.members[self.factory.rank].hello
-        near = own.get("machine") == member.hello.get("machine")
-        if not near:
+            return ["\0" + peer.door]
+        found = address.parse(peer.addresses)
+        if not peer.near:
             found = [a for a in found if not address.is_loopback(a[0])] or found
         found.sort(
-            key=lambda a: (near != address.is_loopback(a[0]), a[0] != member.seen)
+            key=lambda a: (peer.near != address.is_loopback(a[0]), a[0] != peer.seen)
         )
         return list(found)
 
@@ -329,7 +355,7 @@ class _FactoryRun:
         if not parent:
             self.memory = self._create_memory(fixed, size)
         else:
-            offered, fds = self._receive(parent[0], 1)
+            offered, fds = self._receive(parent[0])
             self.memory = fds[0] if fds else -1
             if offered and not shared_memory.is_valid(self.memory, size):
                 self._fail(
@@ -403,11 +429,11 @@ class _FactoryRun:
             # this rank send again.
             time.sleep(0.005)
 
-    def _receive(self, pair: PairSetup, most: int) -> tuple[int, list[int]]:
+    def _receive(self, pair: PairSetup) -> tuple[int, list[int]]:
         assert pair.control is not None
         while True:
             try:
-                received = shared_memory.receive_descriptors(pair.control, most, 0.1)
+                received = shared_memory.receive_descriptors(pair.control, 1, 0.1)
             except OSError as error:
                 if is_shortage(error):
                     raise
@@ -432,11 +458,14 @@ class _FactoryRun:
             self._fail(missing(), f" within {limit:g} s")
 
     def _fail(self, missing: dict[int, str], when: str = "") -> NoReturn:
-        hello = {r: self.factory.members[r].hello for r in missing}
         reasons = "; ".join(
-            f"rank {r} on {hello[r].get('hostname')}: {why}; its addresses are "
-            f"{hello[r].get('addresses')}"
-            for r, why in missing.items()
+            f"rank {rank} on {self.factory.members[rank].hostname}: {why}"
+            + (
+                f"; its addresses are {self.addresses[rank].addresses}"
+                if rank in self.addresses
+                else ""
+            )
+            for rank, why in missing.items()
         )
         raise Unreachable(
             f"{self.what}: rank {self.factory.rank} could not be connected with "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ringjax.control.member import ranks_text
+from ringjax.control.number_lists import expand
 from ringjax.membership import commit_decision
 from ringjax.membership.commit_decision import CommitReport
 
@@ -110,7 +111,7 @@ def parse_rejoin(message: Mapping[str, Any]) -> RejoinState:
     """Parses the entry `rejoin` of a hello. Raises ValueError if it is malformed."""
     try:
         members = message.get("members") or {}
-        order = tuple(int(m["worker"]) for m in members.get("members", ()))
+        order = expand(members["members"]["workers"]) if members else ()
         finished = {
             order[int(rank)]: commit_decision.parse_report({"lines": lines})
             for rank, lines in (message.get("finished") or {}).items()
@@ -287,22 +288,33 @@ class Assembly:
         )
 
 
-def mismatch(newcomer: Mapping[str, Any], member: Mapping[str, Any]) -> str:
-    """Compares the hellos of a newcomer and a member; pass {} if there is no member.
+def mismatch(
+    hello: Mapping[str, Any], name: str, expected: Mapping[str, Any], others: str
+) -> str:
+    """Compares the hello of the worker `name` with the hello of `others`.
 
-    Returns the reason why the newcomer cannot become a member, or "" if it can.
+    Returns the first difference that prevents the workers from working together, or "".
+    `expected` is {} if there are no others.
 
     Example:
-        >>> mismatch({"version": "1.0"}, {"version": "1.1"})
-        "its version is '1.0', that of the members '1.1'"
+        >>> mismatch({"version": "1.0"}, "rank 2", {"version": "1.1"}, "rank 0")
+        'rank 2 runs ringjax 1.0, rank 0 1.1'
     """
-    if not member:
+    if not expected:
         return ""
-    for name in ("version", "settings"):
-        own, required = newcomer.get(name), member.get(name)
-        if own != required:
-            return f"its {name} is {own!r}, that of the members {required!r}"
-    return ""
+    if hello.get("version") != expected.get("version"):
+        versions = hello.get("version"), expected.get("version")
+        return f"{name} runs ringjax {versions[0]}, {others} {versions[1]}"
+    own, required = hello.get("settings"), expected.get("settings")
+    if own == required:
+        return ""
+    if not isinstance(own, dict) or not isinstance(required, dict):
+        return f"the settings of {name} are {own!r}, not {required!r} as on {others}"
+    setting = next(k for k in (*required, *own) if own.get(k) != required.get(k))
+    return (
+        f"RINGJAX_{setting.upper()} must be alike on all ranks: it is "
+        f"{required.get(setting)!r} on {others} and {own.get(setting)!r} on {name}"
+    )
 
 
 def workers_text(workers: Iterable[int]) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ringjax.control.member import JsonObject, Member
+from ringjax.control.number_lists import compress
+from ringjax.control.worker_address import WorkerAddress
 from ringjax.errors import AuthenticationError, Fenced, PeerLost, Stalled, StartupError
 from ringjax.membership import directives
 from ringjax.membership.connection import Connection
@@ -36,6 +38,8 @@ CallProgress = tuple[int, int, bool]
 # Seconds that a client waits longer than the coordinator, whose reply names the missing
 # ranks.
 GRACE = 2.0
+# The requests to which the coordinator sends these replies.
+_REPLIES = {"values": "exchange", "broken": "exchange", "located": "locate"}
 _LEAVE_TIMEOUT = 5.0  # seconds to wait until the coordinator acknowledges a leave
 
 
@@ -53,6 +57,7 @@ class CoordinatorClient:
     Attributes:
         worker: the id of this worker.
         name: the name of this worker in errors, such as "worker 3".
+        hello: the description that this worker has sent.
         members: the members of the newest epoch, by rank; empty before the first epoch.
         epoch: the index of the newest epoch, -1 before the first epoch.
         rank: the rank of this worker in the newest epoch; provisional for a newcomer.
@@ -65,7 +70,7 @@ class CoordinatorClient:
         self._first: EpochDirective | Welcome | Dismiss | None = None
         self.members: tuple[Member, ...] = ()
         self.epoch, self.rank, self.size = -1, -1, 0
-        self._connection, self._hello = connection, hello
+        self._connection, self.hello = connection, hello
         self._changed = threading.Condition()
         self._reading = threading.Lock()  # held while a caller reads the connection
         self._connected = False  # whether a reply has arrived on this connection
@@ -81,7 +86,11 @@ class CoordinatorClient:
         self._departed: dict[int, str] = {}
         self._finished: JsonObject = {}  # last progress of each rank that has left
         self._exchanging, self._exchanges = threading.Lock(), 0
-        self._replies: dict[int, JsonObject] = {}
+        self._requests = 0  # the requests of `locate` so far
+        # The addresses that `locate` has received, by the ids of the workers.
+        self._addresses: dict[int, WorkerAddress] = {}
+        # The replies that no caller has taken yet, by the key of the request.
+        self._replies: dict[Hashable, JsonObject] = {}
         self._missing: str | None = None  # the ranks that have not joined, as text
         self._wakeup_fd = -1  # an eventfd that is readable while there are directives
 
@@ -265,32 +274,81 @@ class CoordinatorClient:
                 message = {"type": "exchange", "epoch": own, "number": number}
                 message |= {"value": value, "seconds": seconds}
                 self._send(("exchange", number), message, own)
-            reply = self._await_reply(number, seconds + GRACE, own, what)
+            reply = self._await_reply(("exchange", number), seconds + GRACE, own, what)
         if reply["type"] == "broken":
             text = f"{what}: {reply.get('text')} (waited up to {seconds:g} s)"
             raise Stalled(text, reply.get("missing", ()))
+        if "same" in reply:  # all ranks have sent this value
+            return [reply["same"]] * self.size
         return list(reply["values"])
 
-    def _await_reply(
-        self, number: int, seconds: float, epoch: int, what: str
-    ) -> JsonObject:
-        """Waits for the coordinator's reply to an exchange."""
-        deadline = time.monotonic() + seconds
-        if not self._connection.reconnects:
-            try:
-                with self._reading:
-                    self._read_until(lambda: number in self._replies, deadline)
-            except OSError as error:
-                with self._changed:
-                    self.give_up(f"the coordinator is gone: {error}")
+    def locate(
+        self, ranks: Sequence[int], seconds: float, what: str, epoch: int
+    ) -> dict[int, WorkerAddress]:
+        """Returns the addresses of `ranks` of an epoch, without those that are lost.
+
+        The client asks the coordinator only for workers that are new to the client.
+
+        Raises:
+            PeerLost: the epoch is over.
+            Stalled: the coordinator did not answer in time.
+        """
         with self._changed:
-            while number not in self._replies:
+            self._check_epoch(epoch, what)
+            workers = {rank: self.members[rank].worker for rank in ranks}
+            new = [r for r, w in workers.items() if w not in self._addresses]
+            key = "locate", self._requests
+            self._requests += 1
+            message = {"type": "locate", "epoch": epoch, "number": key[1]}
+            if new:
+                self._send(key, message | {"ranks": compress(new)}, epoch)
+        if new:
+            reply = self._await_reply(key, seconds, epoch, what)
+            with self._changed:
+                self._resendable.pop(key, None)
+                for rank, entries in reply["workers"].items():
+                    found = WorkerAddress.from_json(entries)
+                    self._addresses[workers[int(rank)]] = found
+        known = self._addresses
+        return {rank: known[w] for rank, w in workers.items() if w in known}
+
+    def _await_reply(
+        self, key: Hashable, seconds: float, epoch: int, what: str
+    ) -> JsonObject:
+        """Waits for the coordinator's reply to the request with this key."""
+        deadline = time.monotonic() + seconds
+
+        def arrived() -> bool:
+            return key in self._replies or not self._reading.locked()
+
+        while True:
+            if not self._connection.reconnects:
+                self._read_reply(key, deadline)
+            with self._changed:
+                if key in self._replies:
+                    return self._replies.pop(key)
                 self._check_epoch(epoch, what)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise Stalled(f"{what}: no answer from the coordinator")
-                self._changed.wait(left)
-            return self._replies.pop(number)
+                if self._connection.reconnects:
+                    self._changed.wait(left)
+                else:
+                    self._changed.wait_for(arrived, left)
+
+    def _read_reply(self, key: Hashable, deadline: float) -> None:
+        """Reads until the reply is here, unless another thread reads already."""
+        if not self._reading.acquire(blocking=False):
+            return
+        try:
+            self._read_until(lambda: key in self._replies or bool(self._end), deadline)
+        except OSError as error:
+            with self._changed:
+                self.give_up(f"the coordinator is gone: {error}")
+        finally:
+            self._reading.release()
+            with self._changed:
+                self._changed.notify_all()  # another thread may read now
 
     def _check_epoch(self, epoch: int, what: str) -> None:
         """Raises PeerLost if an epoch is over."""
@@ -349,7 +407,7 @@ class CoordinatorClient:
             epoch = self.epoch if self._newest else -1
             rejoin = {"term": self._term, "epoch": epoch, "members": self._newest}
             rejoin["finished"] = self._finished
-        hello = {"type": "hello", "worker": self.worker, "hello": self._hello}
+        hello = {"type": "hello", "worker": self.worker, "hello": self.hello}
         return hello | {"rejoin": rejoin}
 
     def on_disconnected(self) -> None:
@@ -379,8 +437,8 @@ class CoordinatorClient:
                 self._departed[int(rank)] = str(text)
                 if lines is not None:
                     self._finished[str(rank)] = lines
-        elif kind in ("values", "broken") and message.get("epoch") == self.epoch:
-            self._replies[int(message["number"])] = message
+        elif kind in _REPLIES and message.get("epoch") == self.epoch:
+            self._replies[_REPLIES[str(kind)], int(message["number"])] = message
         elif (directive := directives.parse(message, self.worker)) is not None:
             self._on_directive(directive, message)
         if kind in ("members", "welcome", "resumed") and not self._connected:

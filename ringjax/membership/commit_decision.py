@@ -15,6 +15,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringjax.control.number_lists import expand
+
 # Maps the id of a communicator, as text, to a pair: the count of complete calls, and
 # whether the call in flight is repeated.
 CommitDecisions = dict[str, tuple[int, bool]]
@@ -51,7 +53,7 @@ def parse_report(message: Mapping[str, Any]) -> CommitReport:
             ).items()
         }
         sets = {
-            str(int(number)): tuple(map(int, ranks))
+            str(int(number)): expand(ranks)
             for number, ranks in (message.get("sets") or {}).items()
             if int(number)
         }

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringjax.control.member import JsonObject, Member
+from ringjax.control.number_lists import compress, expand
+from ringjax.control.worker_address import WorkerAddress
+from ringjax.membership import member_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class EpochDirective:
         next_set: the least id that no process set ever had.
         lost: lost and departed ranks of the epoch before, with the reasons.
         group: the number of workers in a group, see `MembershipConfig`.
+        group_addresses: the addresses of the workers of this worker's group, in order;
+            empty without groups.
     """
 
     epoch: int
@@ -47,12 +52,7 @@ class EpochDirective:
     next_set: int
     lost: Mapping[int, str]
     group: int = 1
-
-    @property
-    def group_members(self) -> tuple[Member, ...]:
-        """The members of this worker's group, in order."""
-        own = self.members[self.rank].worker // self.group
-        return tuple(m for m in self.members if m.worker // self.group == own)
+    group_addresses: tuple[WorkerAddress, ...] = ()
 
     @property
     def new_ranks(self) -> tuple[int, ...]:
@@ -74,20 +74,20 @@ class Welcome:
         rank, size: the provisional rank, and the provisional number of members, which
             includes this worker's group.
         why: the reason why this worker has to wait, for the log.
-        group_members: the newcomers of this worker's group, in order; empty without
-            groups.
+        group_addresses: the addresses of the newcomers of this worker's group, in
+            order; empty without groups.
     """
 
     epoch: int
     rank: int
     size: int
     why: str
-    group_members: tuple[Member, ...] = ()
+    group_addresses: tuple[WorkerAddress, ...] = ()
 
     @property
     def group(self) -> int:
         """The number of workers in a group, see `MembershipConfig`."""
-        return max(1, len(self.group_members))
+        return max(1, len(self.group_addresses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
         case "members":
             return _parse_epoch(message, worker)
         case "welcome":
-            return _parse_welcome(message, worker)
+            return _parse_welcome(message)
         case "revoke":
             lost = _texts_by_rank(message["lost"])
             return Revoke(int(message["epoch"]), lost, bool(message["restart"]))
@@ -191,38 +191,32 @@ def parse(message: Mapping[str, Any], worker: int) -> Directive | None:
     return None
 
 
-def _parse_welcome(message: Mapping[str, Any], worker: int) -> Welcome:
+def _parse_welcome(message: Mapping[str, Any]) -> Welcome:
     epoch, rank, size = (int(message[name]) for name in ("epoch", "rank", "size"))
-    mates = message.get("mates", ())
-    first = rank - worker % max(1, len(mates))
-    group_members = tuple(
-        Member(first + i, str(m["seen"]), dict(m["hello"])) for i, m in enumerate(mates)
-    )
-    return Welcome(epoch, rank, size, str(message["why"]), group_members)
+    return Welcome(epoch, rank, size, str(message["why"]), _group_addresses(message))
+
+
+def _group_addresses(message: Mapping[str, Any]) -> tuple[WorkerAddress, ...]:
+    return tuple(map(WorkerAddress.from_json, message.get("mates", ())))
 
 
 def _parse_epoch(message: Mapping[str, Any], worker: int) -> EpochDirective:
-    members = tuple(
-        Member(int(m["rank"]), str(m["seen"]), dict(m["hello"]), int(m["worker"]))
-        for m in message["members"]
-    )
+    members = member_table.decode(message["members"])
     return EpochDirective(
         epoch=int(message["epoch"]),
         kind=str(message["kind"]),
         members=members,
         rank=[member.worker for member in members].index(worker),
-        previous=tuple(map(int, message["previous"])),
+        previous=expand(message["previous"]),
         decisions={
             int(number): (int(complete), bool(repeats))
             for number, (complete, repeats) in message["verdicts"].items()
         },
-        sets={
-            int(number): tuple(map(int, ranks))
-            for number, ranks in message["sets"].items()
-        },
+        sets={int(number): expand(ranks) for number, ranks in message["sets"].items()},
         next_set=int(message["next_set"]),
         lost=_texts_by_rank(message["lost"]),
         group=int(message.get("group", 1)),
+        group_addresses=_group_addresses(message),
     )
 
 
@@ -234,5 +228,5 @@ def progress_message(
     kind: str, epoch: int, sets: Mapping[int, Sequence[int]] | None, next_set: int
 ) -> JsonObject:
     """Makes a message that contains the process sets of a worker."""
-    known = {str(number): list(ranks) for number, ranks in (sets or {}).items()}
+    known = {str(number): compress(ranks) for number, ranks in (sets or {}).items()}
     return {"type": kind, "epoch": epoch, "sets": known, "next_set": next_set}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ringjax.control.member import JsonObject
+from ringjax.control.number_lists import compress
 from ringjax.membership import commit_decision
 from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
@@ -151,7 +152,8 @@ class EpochState:
         source = self.pauses if kind == "resize" else self.reports
         reports = [source[worker] for worker in survivors]
         ranks = {self.rank_of[worker]: new for new, worker in enumerate(survivors)}
-        sets, next_set = commit_decision.all_sets(reports, ranks)
+        found, next_set = commit_decision.all_sets(reports, ranks)
+        sets = {number: compress(members) for number, members in found.items()}
         decisions: CommitDecisions = {}
         if kind != "resize":
             restart = kind == "restart"

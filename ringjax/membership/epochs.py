@@ -9,10 +9,13 @@ method reads a clock or does I/O.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringjax.control.member import JsonObject
+from ringjax.control.number_lists import compress
+from ringjax.control.worker_address import WorkerAddress
+from ringjax.membership import member_table
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.commit_decision import CommitReport
 from ringjax.membership.epoch_state import EpochState
@@ -25,11 +28,31 @@ WITH_GROUP = "ended with its group"  # begins the reason why a group's members e
 
 @dataclass(slots=True)
 class WorkerInfo:
-    """A connected worker, see `Member`. `ready` means that a newcomer can train."""
+    """A connected worker with its hello. `ready` means that a newcomer can train."""
 
     seen: str
     hello: JsonObject
     ready: bool = False
+    # The address for workers of this machine and for others, see `WorkerAddress`.
+    _near: list[Any] = field(init=False)
+    _far: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hello, port = self.hello, self.hello.get("group_port")
+        address = WorkerAddress(
+            self.seen,
+            str(hello.get("addresses", "")),
+            str(hello.get("door", "")),
+            near=True,
+            group_port=port if isinstance(port, int) else 0,
+        )
+        self._near = address.to_json()
+        self._far = replace(address, door="", near=False).to_json()
+
+    def address_for(self, other: WorkerInfo) -> list[Any]:
+        """Returns how another worker can connect to this worker, as JSON."""
+        near = self.hello.get("machine") == other.hello.get("machine")
+        return self._near if near else self._far
 
 
 class Outbox:
@@ -357,8 +380,9 @@ class Epochs:
             "epoch": old.number + 1,
             "term": self._term,
             "kind": kind,
-            "group": self._config.group,
-            "previous": [*(old.rank_of[w] for w in stay), *(-1 for _ in joiners)],
+            "previous": compress(
+                [*(old.rank_of[w] for w in stay), *(-1 for _ in joiners)]
+            ),
             "lost": {str(rank): why for rank, why in old.lost.items()},
             **old.outcome(kind),
         }
@@ -367,16 +391,36 @@ class Epochs:
         new = self.epoch = EpochState(old.number + 1, [*stay, *joiners], joiners)
         new.leavers = old.leavers & new.alive
         self.phase, self._deadline = "run", None
-        message["members"] = [
-            {"worker": w, "rank": rank, "seen": info.seen, "hello": info.hello}
-            for rank, w in enumerate(new.order)
-            for info in (self._members[w],)
-        ]
-        self._outbox.send_all(new.order, message)
+        hellos = [self._members[worker].hello for worker in new.order]
+        message["members"] = member_table.encode(new.order, hellos)
+        self._send_members(message)
         for worker in self._newcomers if kind == "start" else ():
             self._welcome(worker)
         self._publish_members(kind)
         self._announce()
+
+    def _send_members(self, message: JsonObject) -> None:
+        """Sends the message that begins an epoch. A group also gets its addresses."""
+        order = self.epoch.order
+        group = self._group_size()
+        if group == 1:
+            self._outbox.send_all(order, message)
+            return
+        mates: dict[int, list[int]] = {}
+        for worker in order:
+            mates.setdefault(worker // group, []).append(worker)
+        for workers in mates.values():
+            infos = [self._members[worker] for worker in workers]
+            own = {"group": group, "mates": _addresses(infos)}
+            self._outbox.send_all(workers, message | own)
+
+    def _group_size(self) -> int:
+        """Returns the size of groups. Only the launcher of an elastic job knows it."""
+        if not self._config.stops_on_loss or not self.epoch.order:
+            return self._config.group
+        settings = self._members[self.epoch.order[0]].hello.get("settings")
+        size = settings.get("group_size") if isinstance(settings, dict) else 1
+        return size if isinstance(size, int) and size > 0 else 1
 
     def _welcome(self, worker: int) -> None:
         """Welcomes a newcomer and its group as soon as the whole group is connected."""
@@ -389,9 +433,7 @@ class Epochs:
         welcome = {"type": "welcome", "epoch": number, "term": self._term}
         welcome["why"] = f"epoch {number} has {alive} members"
         welcome["size"] = alive + len(mates)
-        welcome["mates"] = []
-        if len(mates) > 1:
-            welcome["mates"] = [{"seen": i.seen, "hello": i.hello} for i in infos]
+        welcome["mates"] = _addresses(infos) if len(mates) > 1 else []
         for rank, mate in enumerate(mates, start=alive):
             self._outbox.send(mate, welcome | {"rank": rank})
 
@@ -404,3 +446,9 @@ class Epochs:
         self._outbox.publish("stop", text)
         for worker in (*self._members, *self._newcomers):
             self._outbox.send(worker, {"type": "stopped", "text": text}, last=True)
+
+
+def _addresses(group: Sequence[WorkerInfo]) -> list[list[Any]]:
+    """Returns the addresses of the workers of a group, for the workers of the group."""
+    first = group[0]
+    return [info.address_for(first) for info in group]

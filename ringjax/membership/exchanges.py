@@ -47,8 +47,12 @@ class Exchanges:
         values[rank] = message.get("value")
         if len(values) == self._size:
             self._remove(number)
+            reply: JsonObject = {"type": "values", "number": number}
             ordered = [values[rank] for rank in range(self._size)]
-            reply = {"type": "values", "number": number, "values": ordered}
+            if all(value == ordered[0] for value in ordered):
+                reply["same"] = ordered[0]
+            else:
+                reply["values"] = ordered
             return [(list(values), reply)]
         return self._fail(number) if self._departed else []
 

@@ -95,8 +95,8 @@ def join(
         >>> where = coordinator.addresses[0]
         >>> credentials = JobCredentials(where, bytes(32), "0123456789abcdef")
         >>> worker = join(credentials, 4, {"shm": True}, 9.0)
-        >>> worker.epoch, worker.rank, worker.members[0].hello
-        (0, 0, {'shm': True})
+        >>> worker.epoch, worker.rank, worker.members[0].shm
+        (0, 0, True)
         >>> worker.close()
         >>> coordinator.close()
     """

@@ -19,10 +19,11 @@ client.py describes the messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringjax.control.member import JsonObject
+from ringjax.control.number_lists import expand
 from ringjax.membership import assembly, commit_decision
 from ringjax.membership.assembly import Assembly, MembershipConfig
 from ringjax.membership.epoch_state import EpochState
@@ -120,7 +121,9 @@ class JobMembership(Epochs):
             self._assemble(now)
         elif member:
             outbox.fence(worker, "the others went on before it came back")
-        elif why := assembly.mismatch(hello, self._reference()):
+        elif why := assembly.mismatch(
+            hello, f"worker {worker}", self._reference(), "the members"
+        ):
             outbox.send(worker, {"type": "refused", "text": why}, last=True)
         else:
             self._connected.add(worker)
@@ -181,11 +184,30 @@ class JobMembership(Epochs):
             self._finish_member(worker, last, now)
             self._exited.pop(worker, None)
         elif message.get("epoch") == epoch.number:
-            if kind == "pause" and self.phase == "run":
+            if kind == "locate":
+                self._locate(worker, message)
+            elif kind == "pause" and self.phase == "run":
                 epoch.pauses[worker] = commit_decision.parse_report(message)
                 self._resize_if_all_paused(now)
             elif self.phase in ("run", "revoked"):
                 self._on_epoch_message(worker, str(kind), message, now)
+
+    def _locate(self, worker: int, message: Mapping[str, Any]) -> None:
+        """Sends the addresses of the ranks that a member asks for, if they are here."""
+        epoch, own = self.epoch, self._members[worker]
+        try:
+            ranks = expand(message["ranks"])
+            workers = {rank: epoch.order[rank] for rank in ranks}
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"asked for no ranks: {error!r}") from None
+        found = {
+            str(rank): self._members[other].address_for(own)
+            for rank, other in workers.items()
+            if other in self._members
+        }
+        number = message.get("number")
+        reply = {"type": "located", "epoch": epoch.number, "number": number}
+        self._outbox.send(worker, reply | {"workers": found})
 
     def _on_epoch_message(
         self, worker: int, kind: str, message: Mapping[str, Any], now: float
@@ -314,8 +336,20 @@ class JobMembership(Epochs):
         """Returns any member's hello, because all have equal versions and settings."""
         return next((info.hello for info in self._members.values()), {})
 
+    def _start_mismatch(self, workers: Sequence[int]) -> str:
+        """Returns why these workers cannot begin a job together, or ""."""
+        hellos = [self._newcomers[worker].hello for worker in workers]
+        found = (
+            assembly.mismatch(hello, f"rank {rank}", hellos[0], "rank 0")
+            for rank, hello in enumerate(hellos)
+        )
+        return next(filter(None, found), "")
+
     def _assemble(self, now: float) -> None:
         outcome = self._assembly.outcome(now)
+        if isinstance(outcome, assembly.StartJob):
+            text = self._start_mismatch(outcome.workers)
+            outcome = assembly.FailJob(text) if text else outcome
         if isinstance(outcome, assembly.StartJob):
             self._form_epoch("start", outcome.workers)
         elif isinstance(outcome, assembly.ResumeJob):

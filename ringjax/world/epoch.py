@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.member import Member
-from ringjax.errors import PeerLost, Unreachable
+from ringjax.errors import OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links.descriptors import LinkDescriptors
 from ringjax.links.factory import LinkFactory
 from ringjax.world.communicator_ids import EAGER_LANE, device_index_of, process_set_of
@@ -106,6 +106,8 @@ class Epoch:
                 links = dataclasses.replace(factory, loss_monitor=watch).connect(
                     number, ranks, name, [ranks[peer] for peer in peers]
                 )
+            except OutOfDescriptors as error:
+                return [], ranks.index(self.rank_info.rank), str(error)
             except (PeerLost, Unreachable) as error:
                 lost = [*getattr(error, "ranks", []), getattr(error, "rank", -1)]
                 culprit = next((ranks.index(r) for r in lost if r in ranks), peers[0])
@@ -123,11 +125,11 @@ class Epoch:
         self, control: Sequence[tuple[int, int]], keys: list[bytes]
     ) -> _native.Heartbeat:
         assert self.link_factory is not None
-        names = (member.hello.get("hostname") for member in self.link_factory.members)
+        names = [member.hostname for member in self.link_factory.members]
         probe = self.stack_probe
         heartbeat = _native.Heartbeat(
             self.rank_info.rank,
-            [str(name or "") for name in names],
+            names,
             control,
             interval=self.config.heartbeat,
             timeout=self.config.failure_timeout,
@@ -260,9 +262,7 @@ class Epoch:
 
     def hostname_of(self, rank: int) -> str:
         """Returns the host name that a rank has sent; "" if the rank sent none."""
-        if rank >= len(self.members):
-            return ""
-        return str(self.members[rank].hello.get("hostname") or "")
+        return self.members[rank].hostname if rank < len(self.members) else ""
 
     def lost(self) -> list[tuple[int, str]]:
         """Returns the lost ranks with the causes, in the order of the losses."""

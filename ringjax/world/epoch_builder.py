@@ -18,7 +18,6 @@ from ringjax.membership.joined_job import JoinedJob
 from ringjax.world.communicator_ids import CALL_END, REPLICA_SET
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_info import CommunicatorSpec
-from ringjax.world.hello import host_keys
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
@@ -47,7 +46,7 @@ class EpochBuilder:
         # The launcher's local rank is valid in the first epoch only, so an elastic job
         # computes local ranks from the hosts of the members.
         overrides = None if config.elastic else config
-        hosts = host_keys(members.members)
+        hosts = [member.host for member in members.members]
         rank_info = RankInfo.from_hosts(members.rank, hosts, overrides)
         link_factory = None
         if self.joined_job is not None and self.listener is not None:
@@ -62,6 +61,7 @@ class EpochBuilder:
                 config=self._with_short_timeout(members.kind),
                 listener=self.listener,
                 loss_monitor=watch,
+                locate=self.joined_job.client.locate,
                 host_bytes=_native.host_bytes,
                 log=self.log,
             )
@@ -132,7 +132,9 @@ class EpochBuilder:
             or epoch.link_factory is None
         ):
             return
-        network = calibration.describe_network(members.members, epoch.rank_info.hosts)
+        assert self.joined_job is not None
+        hello = self.joined_job.client.hello
+        network = calibration.describe_network(members.members, hello)
         if network is not None:
             world = epoch.communicators[0]
             epoch.cost, how = calibration.calibrate(

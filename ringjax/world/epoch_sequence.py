@@ -322,7 +322,7 @@ class EpochSequence:
         self.sets = {0: list(range(size)), **{n: [*r] for n, r in members.sets.items()}}
         if epoch.link_factory is not None:
             self._prefix = f"ringjax {self.rank}/{size} e{epoch.number}"
-        self.devices.counts = [int(m.hello.get("cuda", 0)) for m in self.members]
+        self.devices.counts = [member.cuda for member in self.members]
 
     def accept_restart(self) -> None:
         """Makes the program's calls run in an epoch in which all ranks restart."""

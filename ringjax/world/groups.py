@@ -14,7 +14,7 @@ import socket
 from collections.abc import Sequence
 
 from ringjax.control import addresses as address
-from ringjax.control.member import Member
+from ringjax.control.worker_address import WorkerAddress
 from ringjax.errors import StartupError
 
 
@@ -52,13 +52,14 @@ class Group:
     Example:
         >>> group = Group(1)
         >>> group.check_job_size(3)
-        >>> group.reserve_port(0), group.members, group.replicas
+        >>> group.reserve_port(0), group.addresses, group.replicas
         ({}, (), [])
     """
 
     def __init__(self, size: int) -> None:
         self.size = size  # the number of processes in each group
-        self.members: Sequence[Member] = ()  # a member's place is its index
+        # The addresses of the processes of the group, by index.
+        self.addresses: Sequence[WorkerAddress] = ()
         self.replicas: list[int] = []  # the ranks of the replica set
         self._port: socket.socket | None = None
 
@@ -77,8 +78,8 @@ class Group:
         self._port = _bind_free_port()
         return {"group_port": int(self._port.getsockname()[1])}
 
-    def join(self, members: Sequence[Member], job_group_size: int) -> None:
-        """Sets the members of this process's group, by index.
+    def join(self, addresses: Sequence[WorkerAddress], job_group_size: int) -> None:
+        """Sets the addresses of the processes of this process's group, by index.
 
         Raises StartupError if the job uses groups of another size than this process.
         """
@@ -88,7 +89,7 @@ class Group:
                 f"are lost and join in groups of {job_group_size}: start it by ringrun "
                 f"--group-size {self.size}"
             )
-        self.members = members if self.size > 1 else ()
+        self.addresses = addresses
 
     def update(self, workers: Sequence[int], worker: int) -> list[int]:
         """Sets and returns `replicas`. `workers` has the worker id of each rank."""
@@ -101,14 +102,13 @@ class Group:
             self._port.close()
 
 
-def coordinator_address(members: Sequence[Member]) -> str:
+def coordinator_address(addresses: Sequence[WorkerAddress]) -> str:
     """Returns "host:port" of JAX's coordinator in the first process of a group."""
-    first = members[0]
-    port = int(first.hello["group_port"])
-    machines = {member.hello.get("machine") for member in members}
-    if len(machines) == 1:
-        return address.show(address.loopback(), port)
-    hosts = [host for host, _ in address.parse(str(first.hello["addresses"]))]
+    first = addresses[0]
+    if all(each.near for each in addresses):
+        return address.show(address.loopback(), first.group_port)
+    hosts = [host for host, _ in address.parse(first.addresses)]
     hosts = [host for host in hosts if not address.is_loopback(host)] or hosts
     # Prefer the address by which the job's coordinator knows the group's first process.
-    return address.show(min(hosts, key=lambda host: host != first.seen), port)
+    host = min(hosts, key=lambda host: host != first.seen)
+    return address.show(host, first.group_port)

@@ -1,20 +1,18 @@
-"""Hello: a rank's description of itself, which all ranks receive when it joins.
+"""Hello: a rank's description of itself, which it sends to the coordinator.
 
-Every rank compares the hellos of all ranks, so all ranks raise equal errors if settings
-or versions differ.
+The coordinator compares versions and settings (`assembly.mismatch`), and sends what
+ranks need to know about each other (membership/member_table.py).
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
-from ringjax.control.member import Member
 from ringjax.errors import StartupError
 from ringjax.world import devices
 
@@ -63,30 +61,3 @@ def listening_hosts(config: Config, *, single_host: bool) -> list[str]:
         return address.of_interfaces(config.network_interfaces)
     except ValueError as error:
         raise StartupError(f"RINGJAX_NETWORK_INTERFACES: {error}") from None
-
-
-def host_keys(members: Sequence[Member]) -> list[str]:
-    """Returns a text for each rank. Ranks on one host have equal texts."""
-    return [f"{m.hello.get('machine')} {m.hello.get('hostname')}" for m in members]
-
-
-def check_hellos(members: Sequence[Member]) -> None:
-    """Raises StartupError if a rank has another version or setting than rank 0."""
-    first = members[0].hello
-    for member in members[1:]:
-        if member.hello.get("version") != first.get("version"):
-            raise StartupError(
-                f"rank {member.rank} runs ringjax {member.hello.get('version')}, "
-                f"rank 0 {first.get('version')}"
-            )
-        expected = first.get("settings", {})
-        found = member.hello.get("settings", {})
-        if found == expected:  # the usual case, and much faster with many ranks
-            continue
-        for name in _COMMON_SETTINGS:
-            if expected.get(name) != found.get(name):
-                raise StartupError(
-                    f"RINGJAX_{name.upper()} must be alike on all ranks: it is "
-                    f"{expected.get(name)!r} on rank 0 and {found.get(name)!r} on rank "
-                    f"{member.rank}"
-                )

@@ -7,7 +7,7 @@ control/launch_environment.py reads this process's rank from the launcher's vari
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from ringjax.config import Config
@@ -32,14 +32,14 @@ class RankInfo:
 
     @staticmethod
     def from_hosts(
-        rank: int, names: Sequence[str], config: Config | None = None
+        rank: int, keys: Sequence[Hashable], config: Config | None = None
     ) -> RankInfo:
-        """Computes the ranks and sizes of `rank` from the host name of each rank.
+        """Computes the ranks and sizes of `rank` from a key of each rank's host.
 
         Values that are set in `config` replace the computed values.
         """
-        numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        hosts = tuple(numbers[name] for name in names)
+        numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        hosts = tuple(numbers[key] for key in keys)
         own_host = hosts[rank]
         local_rank = hosts[:rank].count(own_host)
         # The hosts that have a rank with this local rank, ordered by rank.

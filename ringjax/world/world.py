@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +19,8 @@ from ringjax.config import Config, horovod_names
 from ringjax.control import addresses as address
 from ringjax.control import launch_environment
 from ringjax.control.listener import LinkListener
-from ringjax.control.member import Member
 from ringjax.errors import Mismatch, PeerLost, RingjaxError, StartupError, from_status
+from ringjax.membership import member_table
 from ringjax.membership.client import CallProgress
 from ringjax.membership.directives import Dismiss, EpochDirective, Welcome
 from ringjax.membership.rendezvous_discovery import join_job
@@ -33,7 +32,7 @@ from ringjax.world.communicator_table import CommunicatorTable
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_builder import EpochBuilder
 from ringjax.world.epoch_sequence import CLOSED, EpochSequence
-from ringjax.world.hello import check_hellos, create_hello, listening_hosts
+from ringjax.world.hello import create_hello, listening_hosts
 from ringjax.world.lanes import Lanes
 from ringjax.world.profile_recording import ProfileRecording
 from ringjax.world.rank_info import RankInfo
@@ -122,19 +121,14 @@ class World(EpochSequence):
             recorder=self.recorder,
         )
         if self.client is None:
-            alone = (Member(0, "here", hello, 0),)
+            alone = member_table.decode(member_table.encode([0], [hello]))
             first: EpochDirective | Welcome | Dismiss = EpochDirective(
                 0, "start", alone, 0, (-1,), {}, {}, 1, {}
             )
         else:
             first = self.client.first
         if isinstance(first, EpochDirective):
-            if not self.elastic:
-                # The directives of a static job's coordinator do not contain the group
-                # size.
-                first = replace(first, group=config.group_size)
-            check_hellos(first.members)
-            self.group.join(first.group_members, first.group)
+            self.group.join(first.group_addresses, first.group)
         if self.recovery is None:
             assert isinstance(first, EpochDirective)
             self.install(self.link([first], self.client), [first])
@@ -151,8 +145,8 @@ class World(EpochSequence):
         rank, size = welcome.rank, welcome.size
         self.rank_info = RankInfo.provisional(rank, size, self.config)
         self._prefix = f"ringjax worker {self.config.worker}"
-        self.group.join(welcome.group_members, welcome.group)
-        self.group.replicas = [rank] if self.group.members else []
+        self.group.join(welcome.group_addresses, welcome.group)
+        self.group.replicas = [rank] if self.group.addresses else []
         self._registry.update(size, {}, 0, self.group.replicas)
         self.sets = {0: list(range(size))}
         self.devices.counts = [devices.count(self.config)] * size

@@ -28,7 +28,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
     `started` says whether JAX's backends have been started already, and `place` is the
     index of this process in its group.
     """
-    if not world.group.members:
+    if not world.group.addresses:
         return
     size = world.group.size
     if jax.distributed.is_initialized():
@@ -41,7 +41,7 @@ def initialize_group(world: World, started: bool, *, place: int) -> None:
             "ringjax.init() first"
         )
     _configure_jax()
-    where = groups.coordinator_address(world.group.members)
+    where = groups.coordinator_address(world.group.addresses)
     _bypass_proxy(where.rpartition(":")[0].strip("[]"))
     try:
         jax.distributed.initialize(

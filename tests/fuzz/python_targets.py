@@ -298,7 +298,7 @@ _ELASTIC_MESSAGES: list[dict[str, Any]] = [
         "type": "report",
         "epoch": 0,
         "lines": _LINES,
-        "sets": {"1": [0, 1]},
+        "sets": {"1": [[0, 2, 1]]},
         "next_set": 2,
     },
     {"type": "suspect", "epoch": 0, "rank": 0, "text": "silent"},

@@ -88,6 +88,7 @@ class Ranks:
             config=config,
             listener=listener,
             loss_monitor=client,
+            locate=client.locate,
             host_bytes=host_bytes,
             log=lambda level, text: self.log.append(f"{level}: {text}"),
         )

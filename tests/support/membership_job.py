@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,9 +14,17 @@ class Job:
     """A membership with a simulated clock, and all messages to the workers."""
 
     def __init__(
-        self, np: int, min_np: int = 1, max_np: int = 0, group: int = 1, **more: Any
+        self,
+        np: int,
+        min_np: int = 1,
+        max_np: int = 0,
+        group: int = 1,
+        on_loss: Literal["repair", "stop"] = "repair",
+        **more: Any,
     ) -> None:
-        self.rules = MembershipConfig(np, min_np, max_np or np, group=group)
+        self.rules = MembershipConfig(
+            np, min_np, max_np or np, group=group, on_loss=on_loss
+        )
         self.membership = JobMembership(self.rules, **more)
         self.now = 0.0
         self.mail: dict[int, list[dict[str, Any]]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ringjax import _native
@@ -86,29 +88,26 @@ def test_the_core_refuses_bad_constants() -> None:
     assert alone.cost == defaults
 
 
-def member(rank: int, name: str, *, shm: bool = True, **more: object) -> Member:
-    hello = {"hostname": name, "machine": f"m {name}", "shm": shm, "version": "1"}
-    hello |= {"addresses": f"10.0.0.1:{4000 + rank}", "settings": {"tcp_streams": 2}}
-    return Member(rank, "10.0.0.1", hello | more)
-
-
 def test_a_network_is_described_by_hosts_and_transport() -> None:
-    here = [member(0, "a"), member(1, "a")]
-    assert calibration.describe_network(here, [0, 0]) is None
-    without = [member(0, "a"), member(1, "a", shm=False)]
+    def describe(hosts: str, *, shm: bool = True, **more: object) -> Any:
+        own = {"machine": "m", "version": "1", "addresses": "10.0.0.1:4000"}
+        names = list(dict.fromkeys(hosts))
+        members = [
+            Member(rank, rank, names.index(name), name, shm or rank == 0)
+            for rank, name in enumerate(hosts)
+        ]
+        return calibration.describe_network(members, own | more)
+
+    assert describe("aa") is None
     networks = [
-        calibration.describe_network(members, hosts)
-        for members, hosts in (
-            (without, [0, 0]),
-            ([member(0, "a"), member(1, "b")], [0, 1]),
-            ([member(0, "a"), member(1, "c")], [0, 1]),
-            ([member(0, "a"), member(1, "b"), member(2, "b")], [0, 1, 1]),
-            ([member(0, "a", version="2"), member(1, "b")], [0, 1]),
-            ([member(0, "a", addresses="10.0.1.1:9,[::2]:9"), member(1, "b")], [0, 1]),
-        )
+        describe("aa", shm=False),
+        *(describe(hosts) for hosts in ("ab", "ac", "abb")),
+        describe("ab", version="2"),
+        describe("ab", settings={"tcp_streams": 2}),
+        describe("ab", machine="n"),
+        describe("ab", addresses="10.0.1.1:9,[::2]:9"),
     ]
     assert None not in networks
     assert len({str(network) for network in networks}) == len(networks)
     # A network keeps its identity although ports differ at every start.
-    later = [member(0, "a", addresses="10.0.0.1:77"), member(1, "b")]
-    assert calibration.describe_network(later, [0, 1]) == networks[1]
+    assert describe("ab", addresses="10.0.0.1:77") == networks[1]

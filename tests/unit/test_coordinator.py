@@ -9,6 +9,7 @@ only in how they end.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import select
 import socket
 import threading
@@ -62,14 +63,21 @@ def test_every_worker_receives_all_members(
     make_job: MakeJob, options: dict[str, Any], size: int
 ) -> None:
     job = make_job(size, **options)
-    clients = job.pool.map(lambda w: job.join(w, name=f"host{w}"), range(size))
+    clients = list(
+        job.pool.map(
+            lambda w: job.join(w, hostname=f"host{w}", addresses=f"h:{w}"), range(size)
+        )
+    )
     for rank, client in enumerate(clients):
         assert isinstance(client.first, EpochDirective)
         assert [m.rank for m in client.members] == list(range(size))
         assert [m.worker for m in client.members] == list(range(size))
-        names = [m.hello["name"] for m in client.members]
-        assert names == [f"host{r}" for r in range(size)]
-        assert {m.seen for m in client.members} == {"127.0.0.1"}
+        assert [m.hostname for m in client.members] == [f"host{r}" for r in range(size)]
+        assert [m.host for m in client.members] == list(range(size))
+        found = client.locate(range(size), LONG, "test", 0)
+        assert [found[r].addresses for r in range(size)] == [f"h:{r}" for r in found]
+        assert {address.seen for address in found.values()} == {"127.0.0.1"}
+        assert client.locate(range(size), 0.0, "test", 0) == found  # it has not asked
         assert (client.rank, client.size, client.epoch) == (rank, size, 0)
     ranks = {rank: rank for rank in range(size)}
     assert job.wait_for_event("members") == ("members", 0, "start", ranks)
@@ -307,7 +315,9 @@ def test_a_member_that_does_not_read_is_lost(
         for number in range(100):
             message = {"type": "exchange", "epoch": 0, "number": number, "seconds": 9}
             with contextlib.suppress(OSError):
-                sock.sendall(sealer.seal(message | {"value": "x" * 500_000}))
+                sock.sendall(
+                    sealer.seal(message | {"value": secrets.token_hex(250_000)})
+                )
             with contextlib.suppress(PeerLost):
                 zero.exchange(0, 9.0, "vote")
             if zero.departed_ranks():

@@ -54,7 +54,7 @@ def test_an_abandoned_epoch_does_not_look_like_a_death() -> None:
         builder,
     )
     world.comm_table = SimpleNamespace(resilient={})
-    everybody = tuple(Member(r, "", {"hostname": "here"}, r) for r in range(3))
+    everybody = tuple(Member(r, r, hostname="here") for r in range(3))
     order = EpochDirective(3, "repair", everybody, 0, (0, 1, 2), {}, {}, 1, {})
 
     def woken() -> bool:

@@ -27,7 +27,7 @@ def members(
     return EpochDirective(
         epoch=epoch,
         kind=kind,
-        members=tuple(Member(r, "", {}, 10 + r) for r in range(len(previous))),
+        members=tuple(Member(r, 10 + r) for r in range(len(previous))),
         rank=rank,
         previous=tuple(previous),
         decisions=decisions or {},

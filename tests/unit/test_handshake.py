@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -206,11 +207,28 @@ def test_oversized_messages_are_refused() -> None:
         MessageSealer(b"k").seal({"x": "x" * (17 << 20)})
 
 
+def test_long_messages_are_compressed() -> None:
+    message = {"x": ["a number of texts"] * 1000}
+    sealed = MessageSealer(b"k").seal(message)
+    assert len(sealed) < 300
+    assert MessageOpener(b"k").feed(sealed) == [message]
+
+
+def test_a_short_message_does_not_become_a_huge_one() -> None:
+    text = zlib.compress(b'{"x":"' + b"x" * (17 << 20) + b'"}')
+    mac = hmac.digest(b"k", bytes(8) + len(text).to_bytes(4, "big") + text, "sha256")
+    with pytest.raises(AuthenticationError, match="too long"):
+        MessageOpener(b"k").feed(len(text).to_bytes(4, "big") + mac + text)
+
+
 def test_sealed_messages_must_be_json_objects() -> None:
-    for text in (b"[1]", b"{", b"\xff"):
+    packed = zlib.compress(b"{}")
+    for text in (b"[1]", b"{", b"\xff", packed[:-1], packed[:2], b"", packed + b"!"):
         head = len(text).to_bytes(4, "big")
         mac = hmac.digest(b"k", bytes(8) + head + text, "sha256")
-        with pytest.raises(AuthenticationError, match="other than a JSON object"):
+        with pytest.raises(
+            AuthenticationError, match="other than a JSON object|incomplete"
+        ):
             MessageOpener(b"k").feed(head + mac + text)
 
 

@@ -327,7 +327,7 @@ hello = {"rank": rank, "size": 2, "hostname": "h", "machine": "m", "shm": True,
 client = join(JobCredentials(where, secret, job), rank, hello, 40)
 factory = LinkFactory(rank=rank, members=client.members, hosts=(0, int(sys.argv[3])),
                 epoch=0, job=job, secret=secret, config=Config(start_timeout=40),
-                listener=listener, loss_monitor=client,
+                listener=listener, loss_monitor=client, locate=client.locate,
                 host_bytes=lambda ranks, ring, tile: (4096, 1 << 20),
                 log=lambda level, text: print(text))
 links = factory.build(0, [0, 1], "world", control=True)

@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 from support.membership_job import Job, started
 
+from ringjax.control.number_lists import compress, expand
+from ringjax.control.worker_address import WorkerAddress
+from ringjax.membership import member_table
+
 
 def test_ranks_are_in_the_order_of_worker_numbers() -> None:
     job = Job(3).hello(7, 2)
@@ -14,7 +18,8 @@ def test_ranks_are_in_the_order_of_worker_numbers() -> None:
     job.hello(4)
     assert job.order() == [2, 4, 7]
     assert job.last(4)["kind"] == "start"
-    assert [m["rank"] for m in job.last(4)["members"]] == [0, 1, 2]
+    table = member_table.decode(job.last(4)["members"])
+    assert [(m.rank, m.worker) for m in table] == [(0, 2), (1, 4), (2, 7)]
 
 
 def test_fewer_ranks_may_start_after_the_timeout() -> None:
@@ -47,9 +52,10 @@ def test_survivors_keep_their_order() -> None:
     assert job.epoch == 0
     job.report(4, line=(5, 5, True))
     members = job.last(3, "members")
-    assert (members["kind"], members["previous"]) == ("repair", [0, 2, 3, 4])
+    assert members["kind"] == "repair"
+    assert expand(members["previous"]) == (0, 2, 3, 4)
     assert members["verdicts"] == {"0": (5, True)}
-    assert [m["worker"] for m in members["members"]] == [0, 2, 3, 4]
+    assert [m.worker for m in member_table.decode(members["members"])] == [0, 2, 3, 4]
 
 
 def test_a_second_loss_while_reports_are_awaited() -> None:
@@ -75,7 +81,7 @@ def test_a_loss_during_the_start_of_an_epoch() -> None:
     # A report about a past epoch is ignored.
     job.membership.on_message(1, {"type": "report", "epoch": 0}, job.now)
     job.report(1, 2)
-    assert (job.epoch, job.last(2)["previous"]) == (2, [1, 2])
+    assert (job.epoch, expand(job.last(2)["previous"])) == (2, (1, 2))
 
 
 def test_a_member_that_does_not_report_is_lost() -> None:
@@ -164,11 +170,13 @@ def test_ranks_join_and_leave_at_a_pause() -> None:
     assert job.last(0) == {"type": "update", "number": 1, "joining": 1, "leaving": 1}
     for worker in (0, 1, 2):
         assert job.epoch == 0
-        job.say(worker, "pause", number=1, sets={"1": [0, 1], "2": [1, 2]}, next_set=3)
+        sets = {"1": compress([0, 1]), "2": compress([1, 2])}
+        job.say(worker, "pause", number=1, sets=sets, next_set=3)
     assert job.last(1)["type"] == "dismissed"
     members = job.last(5)
-    assert (members["kind"], members["previous"]) == ("resize", [0, 2, -1])
-    assert (members["sets"], members["next_set"]) == ({"1": [0], "2": [1]}, 3)
+    assert members["kind"] == "resize" and members["next_set"] == 3
+    assert expand(members["previous"]) == (0, 2, -1)
+    assert members["sets"] == {"1": compress([0]), "2": compress([1])}
     assert job.order() == [0, 2, 5]
     job.membership.process_ended(1, "it ended", job.now)
     job.take()
@@ -271,9 +279,40 @@ def test_no_new_start_while_lost_members_may_still_run() -> None:
 def test_a_joining_rank_must_have_the_same_version_and_settings() -> None:
     job = Job(1).hello(0, version="1.0", settings={"ring_bytes": 1})
     job.hello(1, version="1.1", settings={"ring_bytes": 1})
-    assert job.last(1)["text"] == "its version is '1.1', that of the members '1.0'"
+    assert job.last(1)["text"] == "worker 1 runs ringjax 1.1, the members 1.0"
     job.hello(2, version="1.0", settings={"ring_bytes": 2})
     assert job.last(2)["type"] == "refused"
+    assert job.last(2)["text"] == (
+        "RINGJAX_RING_BYTES must be alike on all ranks: "
+        "it is 1 on the members and 2 on worker 2"
+    )
+
+
+@pytest.mark.parametrize("on_loss", ["repair", "stop"])
+def test_ranks_with_different_settings_cannot_begin_a_job(on_loss: Any) -> None:
+    job = Job(3, on_loss=on_loss)
+    for rank in range(3):
+        settings = {"algorithm": "", "tcp_streams": 1 + rank // 2}
+        job.hello(rank, size=3, version="1.0", settings=settings)
+    text = "RINGJAX_TCP_STREAMS must be alike on all ranks: it is 1 on rank 0 and 2 on "
+    assert {job.last(rank)["text"] for rank in range(3)} == {text + "rank 2"}
+    assert job.news[-1] == ("stop", text + "rank 2")
+
+
+def test_a_member_asks_for_the_addresses_of_ranks() -> None:
+    job = Job(3, min_np=1)
+    for worker, machine in enumerate(["a", "a", "b"]):
+        job.hello(worker, machine=machine, addresses=f"{worker}:1", door=f"d{worker}")
+    job.say(0, "locate", number=7, ranks=compress([1, 2]))
+    reply = job.last(0)
+    assert (reply["type"], reply["epoch"], reply["number"]) == ("located", 0, 7)
+    assert {r: WorkerAddress.from_json(a) for r, a in reply["workers"].items()} == {
+        "1": WorkerAddress("h", "1:1", "d1", near=True),
+        "2": WorkerAddress("h", "2:1"),
+    }
+    job.lose(2)
+    job.say(0, "locate", number=8, ranks=compress([1, 2]))
+    assert set(job.last(0)["workers"]) == {"1"}
 
 
 def test_no_rank_is_admitted_after_a_member_has_finished() -> None:
@@ -350,11 +389,14 @@ def test_a_fenced_worker_stays_out() -> None:
         {"type": "suspect", "epoch": 0, "rank": "1"},
         {"type": "pause", "epoch": 0, "sets": {"x": []}},
         {"type": "leave", "lines": {"0": [1, 2]}},
+        {"type": "locate", "epoch": 0},
+        {"type": "locate", "epoch": 0, "ranks": [[0, 4, 1]]},
+        {"type": "locate", "epoch": 0, "ranks": [[0, 1 << 40, 0]]},
     ],
 )
 def test_bad_messages_change_nothing(message: dict[str, Any]) -> None:
     job = started(3)
-    with pytest.raises(ValueError, match="sent no report|suspects rank"):
+    with pytest.raises(ValueError, match="sent no report|suspects rank|asked for"):
         job.membership.on_message(1, message, job.now)
     job.take()
     assert (job.membership.phase, job.epoch) == ("run", 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.membership_job import Job
 
-from ringjax.control.member import Member
+from ringjax.control.worker_address import WorkerAddress
 from ringjax.membership import assembly, directives
 from ringjax.membership.directives import EpochDirective
 from ringjax.world import groups
@@ -160,26 +160,42 @@ def test_a_restarted_coordinator_keeps_groups_of_finished_workers() -> None:
 
 
 def test_a_welcome_lists_the_members_of_the_group() -> None:
-    mates = [{"seen": "h", "hello": {"group_port": 5}}, {"seen": "g", "hello": {}}]
+    mates = [WorkerAddress("h", "h:1", group_port=5), WorkerAddress("g", "g:1")]
     message = {"type": "welcome", "epoch": 3, "rank": 5, "size": 6, "why": ""}
-    order = directives.parse({**message, "mates": mates}, 7)
+    entries = [mate.to_json() for mate in mates]
+    order = directives.parse({**message, "mates": entries}, 7)
     assert isinstance(order, directives.Welcome)
-    assert [(m.rank, m.seen) for m in order.group_members] == [(4, "h"), (5, "g")]
+    assert (list(order.group_addresses), order.group) == (mates, 2)
+
+
+def test_a_group_receives_its_addresses() -> None:
+    job = Job(6, group=3)
+    for worker in range(6):
+        job.hello(worker, addresses=f"h:{worker}", machine="m")
+    for worker in range(6):
+        order = directives.parse(job.last(worker, "members"), worker)
+        assert isinstance(order, EpochDirective) and order.group == 3
+        first = worker - worker % 3
+        ports = [each.addresses for each in order.group_addresses]
+        assert ports == [f"h:{w}" for w in range(first, first + 3)]
+
+
+def test_ranks_of_a_job_that_stops_say_the_size_of_groups() -> None:
+    job = Job(4, on_loss="stop")
+    for rank in range(4):
+        job.hello(rank, size=4, settings={"group_size": 2}, addresses=f"h:{rank}")
+    order = directives.parse(job.last(3, "members"), 3)
+    assert isinstance(order, EpochDirective) and order.group == 2
+    assert [each.addresses for each in order.group_addresses] == ["h:2", "h:3"]
 
 
 def test_replicas_of_groups_of_three() -> None:
     workers = [0, 1, 2, 6, 7, 8]  # the second group was lost
     found = [groups.replicas(workers, worker, 3) for worker in workers]
     assert found == [[0, 3], [1, 4], [2, 5]] * 2
-    everybody = tuple(Member(rank, "", {}, w) for rank, w in enumerate(workers))
     for rank, worker in enumerate(workers):
-        members = EpochDirective(
-            0, "start", everybody, rank, (-1,) * 6, {}, {}, 1, {}, 3
-        )
         group = groups.Group(3)
-        group.join(members.group_members, members.group)
         assert group.update(workers, worker) == group.replicas == found[rank]
-        assert group.members == (everybody[:3] if rank < 3 else everybody[3:])
 
 
 def test_whole_groups() -> None:

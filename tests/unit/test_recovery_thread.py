@@ -29,7 +29,7 @@ from ringjax.world.recovery import Recovery
 
 
 def members(epoch: int, size: int = 3, kind: str = "repair") -> EpochDirective:
-    everybody = tuple(Member(r, "", {}, r) for r in range(size))
+    everybody = tuple(Member(r, r) for r in range(size))
     return EpochDirective(epoch, kind, everybody, 0, tuple(range(size)), {}, {}, 1, {})
 
 
@@ -179,10 +179,18 @@ def test_a_revoke_from_the_coordinator_ends_the_epoch(test: RecoveryTest) -> Non
 
 
 def test_a_suspicion_is_sent_before_the_report(
-    test: RecoveryTest,
+    test: RecoveryTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The suspicion tells the coordinator why, so it must arrive before the report."""
-    test.world.current_epoch.dead = [(1, "has not called"), (2, "died")]
+    poll = test.client.poll
+
+    def poll_and_lose() -> list[Directive]:
+        # The thread must not see the losses before the message.
+        if orders := poll():
+            test.world.current_epoch.dead = [(1, "has not called"), (2, "died")]
+        return orders
+
+    monkeypatch.setattr(test.client, "poll", poll_and_lose)
     test.client.receive(Revoke(0, {2: "died"}, True))
     until(lambda: len(test.client.sent) == 2)
     assert test.client.sent == [

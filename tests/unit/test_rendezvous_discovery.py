@@ -52,7 +52,7 @@ def start(infos: Sequence[LaunchInfo], config: Config) -> list[Future[JoinedJob]
             info,
             config,
             {"rank": info.rank, "size": info.size},
-            lambda secret, job: {"job": job},
+            lambda secret, job: {"addresses": job},
         )
         for info in infos
     ]
@@ -64,7 +64,9 @@ def check(futures: Sequence[Future[JoinedJob]]) -> list[JoinedJob]:
     joined = [future.result() for future in futures]
     for found in joined:
         assert [m.rank for m in found.client.members] == list(range(len(joined)))
-        assert {m.hello["job"] for m in found.client.members} == {joined[0].job}
+        ranks, epoch = range(len(joined)), found.client.epoch
+        others = found.client.locate(ranks, LONG, "test", epoch).values()
+        assert {other.addresses for other in others} == {joined[0].job}
         assert found.secret == joined[0].secret
     for found in reversed(joined):
         found.close()

@@ -41,6 +41,7 @@ NOTHING = cast(Any, None)
             config=Config(secret=SECRET.hex()),
             listener=NOTHING,
             loss_monitor=NOTHING,
+            locate=NOTHING,
             host_bytes=NOTHING,
             log=NOTHING,
         ),

@@ -200,7 +200,7 @@ def server_and_log(
 def join_through(
     server: Coordinator, proxy: FaultProxy, setting: str, seconds: float = LONG
 ) -> CoordinatorClient:
-    hello = {"rank": 0, "size": 1, "name": TOKEN}
+    hello = {"rank": 0, "size": 1, "hostname": TOKEN}
     where = addresses.show(*proxy.address)
     return join(JobCredentials(where, SECRET, JOB), 0, hello, seconds, tls=setting)
 
@@ -238,7 +238,7 @@ def test_an_observer_cannot_read_messages(
     server, _ = server_and_log
     with FaultProxy(addresses.parse(server.addresses[0])[0]) as proxy:
         client = join_through(server, proxy, "auto")
-        assert client.members[0].hello["name"] == TOKEN
+        assert client.members[0].hostname == TOKEN
         assert client.exchange(TOKEN, 5.0, "a value") == [TOKEN]
         client.close()
         up, down = (bytes(side) for side in proxy.received)
