@@ -155,13 +155,12 @@ Status Await(SharedSegment::Counter counter, uint64_t turn, uint64_t least,
 // `*same` as Agree does.
 Status Disseminate(Frame mine, const Endpoints& endpoints, Waiter* waiter, bool* agreed,
                    bool* same) {
-  const int size = static_cast<int>(endpoints.links.size());
   Exchange exchange(endpoints, waiter);
   Frame theirs;
   mine.step = 0;
-  for (int reach = 1; reach < size; reach *= 2, ++mine.step) {
-    RJ_TRY(exchange.SwapFrames((endpoints.rank + reach) % size, mine,
-                               (endpoints.rank - reach + size) % size, &theirs));
+  for (const auto& [to, from, ranks] : endpoints.dissemination.steps) {
+    RJ_TRY(exchange.SwapFrames(to, mine, from, &theirs));
+    ++mine.step;
     if (theirs.fingerprint != mine.fingerprint || !theirs.agreed) mine.agreed = 0;
     if (theirs.attached != mine.attached) mine.attached = 0;
   }
@@ -330,39 +329,34 @@ class Runs {
   std::vector<WithText> runs_;
 };
 
-// Exchanges frames and messages over links. In step k, a rank sends the runs of the
-// first 2^k ranks from itself on, or as many as the receiver lacks, to rank - 2^k.
-// Before step 0, the rank pushes the first bytes to all these receivers, because the
-// bytes wake peers that sleep between rounds (Rounds::AwaitNext): every rank is woken
-// through a chain of at most log2 P ranks.
+// Exchanges frames and messages over links, as runs. Before the first step, a rank
+// pushes the first bytes to all its receivers, because the bytes wake peers that sleep
+// between rounds (Rounds::AwaitNext): every rank is woken through a chain of about
+// log2 P ranks.
 Status ExchangeOverLinks(const Frame& mine, const std::string& own,
                          const Endpoints& endpoints, Waiter* waiter,
                          std::vector<Frame>* frames, std::vector<std::string>* all) {
-  const int size = static_cast<int>(endpoints.links.size());
+  const auto& [steps, order] = endpoints.dissemination;
   Exchange exchange(endpoints, waiter);
   Runs runs;
   runs.Add(mine, own.size() <= kMostForwarded ? own : "", 1);
   uint64_t first = mine.sequence;  // the first bytes of every message (Prefix)
   std::vector<size_t> sent;
-  for (int reach = 1; reach < size; reach *= 2)
-    RJ_TRY(exchange.Push((endpoints.rank - reach + size) % size, {&first, sizeof first},
-                         &sent.emplace_back(0)));
-  size_t step = 0;
+  for (const auto& [to, from, ranks] : steps)
+    RJ_TRY(exchange.Push(to, {&first, sizeof first}, &sent.emplace_back(0)));
   std::string in;
-  for (int reach = 1; reach < size; reach *= 2, ++step) {
-    const int to = (endpoints.rank - reach + size) % size;
-    const int from = (endpoints.rank + reach) % size;
-    const auto count = static_cast<uint64_t>(std::min(reach, size - reach));
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const auto& [to, from, ranks] = steps[i];
+    const auto count = static_cast<uint64_t>(ranks);
     std::string out = runs.Message(mine.sequence, count);
     RJ_TRY(exchange.SendReceiveSized(to, {out.data(), out.size()}, from, mine.sequence,
                                      count * (sizeof(Run) + kMostForwarded), &in,
-                                     sent[step]));
+                                     sent[i]));
     RJ_TRY(runs.Parse(in, mine, count, from));
   }
   runs.ForEach([&](int i, const Frame& frame, const std::string& text) {
-    const int peer = (endpoints.rank + i) % size;
-    (*frames)[peer] = frame;
-    (*all)[peer] = text;
+    (*frames)[order[i]] = frame;
+    (*all)[order[i]] = text;
   });
   return OkStatus();
 }
@@ -372,22 +366,22 @@ Status ExchangeOverLinks(const Frame& mine, const std::string& own,
 // for the others.
 Status ForwardTexts(const Endpoints& endpoints, Waiter* waiter,
                     std::vector<std::string>* texts) {
-  const int size = static_cast<int>(endpoints.links.size());
+  const auto& [steps, order] = endpoints.dissemination;
   Exchange exchange(endpoints, waiter);
-  for (int reach = 1; reach < size; reach *= 2) {
-    const int from = (endpoints.rank + reach) % size;
+  size_t known = 1;  // the ranks whose texts this rank has, the first of its order
+  for (const auto& [to, from, ranks] : steps) {
+    const auto count = static_cast<size_t>(ranks);
     std::string out, in;
     size_t coming = 0;
-    for (int i = 0; i < std::min(reach, size - reach); ++i) {
-      out += (*texts)[(endpoints.rank + i) % size];
-      coming += (*texts)[(from + i) % size].size();
+    for (size_t i = 0; i < count; ++i) {
+      out += (*texts)[order[i]];
+      coming += (*texts)[order[known + i]].size();
     }
     in.resize(coming);
-    RJ_TRY(exchange.SendReceive((endpoints.rank - reach + size) % size,
-                                {out.data(), out.size()}, from,
+    RJ_TRY(exchange.SendReceive(to, {out.data(), out.size()}, from,
                                 {in.data(), in.size()}));
-    for (size_t i = 0, at = 0; at < coming; ++i) {
-      std::string& text = (*texts)[(static_cast<size_t>(from) + i) % texts->size()];
+    for (size_t i = 0, at = 0; i < count; ++i, ++known) {
+      std::string& text = (*texts)[order[known]];
       text.assign(in, at, text.size());
       at += text.size();
     }

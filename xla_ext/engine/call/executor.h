@@ -12,6 +12,7 @@
 
 #include "base/reduce.h"
 #include "base/status.h"
+#include "engine/call/dissemination.h"
 #include "engine/call/frame.h"
 #include "engine/call/plan.h"
 #include "engine/call/spans.h"
@@ -30,6 +31,7 @@ struct Endpoints {
   // the link to this rank in the same call. Null if all links exist.
   std::function<Status(std::span<const int> peers)> require;
   std::unique_ptr<SharedSegment> segment;  // null if the communicator has none
+  Dissemination dissemination;             // the steps of an agreement over links
   int rank = 0;
   double timeout = 0;      // seconds without progress until a call fails; 0 means never
   double stall_after = 1;  // seconds without progress until on_stall is called

@@ -128,11 +128,10 @@ Status Rounds::LookForRound(bool* begun) {
     }
     return gone;
   }
-  // A rank begins a round by sending its own block to the ranks 1, 2, 4, ... before it
-  // (ExchangeOverLinks in engine/call/agreement.cc). So the first blocks of a round
-  // arrive here from the ranks 1, 2, 4, ... after this rank.
-  for (int reach = 1; reach < state_.size() && !*begun; reach *= 2) {
-    const int peer = (state_.rank() + reach) % state_.size();
+  // A rank begins a round by sending the first bytes of all its messages
+  // (ExchangeOverLinks in engine/call/agreement.cc).
+  for (const auto& [to, peer, ranks] : state_.endpoints.dissemination.steps) {
+    if (*begun) break;
     if (!closed_[peer]) {
       const auto bytes = state_.endpoints.links[peer]->Peek(1, 1);
       *begun = bytes.ok() && !bytes.value().empty();
@@ -148,11 +147,9 @@ Status Rounds::LookForRound(bool* begun) {
 std::vector<Waiter::Interest> Rounds::Interests() const {
   if (state_.endpoints.segment) return {{state_.endpoints.segment.get(), true, false}};
   std::vector<Waiter::Interest> all;
-  for (int reach = 1; reach < state_.size(); reach *= 2) {
-    const int peer = (state_.rank() + reach) % state_.size();
+  for (const auto& [to, peer, ranks] : state_.endpoints.dissemination.steps)
     if (!closed_[peer])
       all.push_back({state_.endpoints.links[peer].get(), true, false});
-  }
   return all;
 }
 
