@@ -439,24 +439,30 @@ class PlanRun {
   }
 
   void RunCopies(bool* moved, bool* left) {
-    for (int index : plan_.copies) {
-      const PlannedStep& planned = plan_.steps[index];
-      Message& m = progress_[index];
-      const uint64_t done = m.bytes / wire_, n = Allowed(planned) - done;
-      if (n > 0) {
-        const Step& s = planned.step;
-        ForPairs(s, done, n, [&](std::byte* out, Span own) {
-          if (own.bytes >= kPastCaches && own.data != out && IsPlain(a_, s.first) &&
-              !(s.last && a_.scales_last()))
-            CopyNonTemporal(out, own.data, own.bytes);
-          else
-            CopyScaled(out, own.data, own.bytes / width_, a_, s.first, s.last);
-        });
-        m.bytes += n * wire_;
-        *moved = true;
-      }
-      if (!Finished(index)) *left = true;
+    const std::vector<int>& copies = plan_.copies;
+    while (next_copy_ < copies.size() && Finished(copies[next_copy_])) ++next_copy_;
+    for (size_t i = next_copy_; i < copies.size(); ++i) {
+      if (Finished(copies[i])) continue;
+      RunCopy(copies[i], moved);
+      if (!Finished(copies[i])) *left = true;
     }
+  }
+
+  void RunCopy(int index, bool* moved) {
+    const PlannedStep& planned = plan_.steps[index];
+    Message& m = progress_[index];
+    const uint64_t done = m.bytes / wire_, n = Allowed(planned) - done;
+    if (n == 0) return;
+    const Step& s = planned.step;
+    ForPairs(s, done, n, [&](std::byte* out, Span own) {
+      if (own.bytes >= kPastCaches && own.data != out && IsPlain(a_, s.first) &&
+          !(s.last && a_.scales_last()))
+        CopyNonTemporal(out, own.data, own.bytes);
+      else
+        CopyScaled(out, own.data, own.bytes / width_, a_, s.first, s.last);
+    });
+    m.bytes += n * wire_;
+    *moved = true;
   }
 
   Status CheckFrame(const Frame& got, uint64_t bytes, bool can_read) const {
@@ -524,6 +530,7 @@ class PlanRun {
   // peer.
   const bool uses_cma_;
   std::vector<Message> progress_;
+  size_t next_copy_ = 0;  // index in plan_.copies: all copies before it have finished
   std::vector<size_t> next_send_, next_receive_;  // heads of the queues of each peer
   std::vector<bool> flushed_;                     // whether each peer's link is flushed
   std::vector<iovec> pieces_;
