@@ -86,6 +86,22 @@ TEST(RoutesBetweenHosts) {
         CHECK(IsSchedule(RouteName(op, hosts, bytes)));
 }
 
+TEST(ShortAlltoallsOfManyRanksOnSeveralHostsTakeFewMessages) {
+  Hosts hosts(64);
+  for (size_t r = 0; r < hosts.size(); ++r) hosts[r] = static_cast<int>(r / 8);
+  const auto route = [&](uint64_t bytes, bool even) {
+    return RouteName(Collective::kAlltoall, hosts, bytes, "", false, ReduceOp::kSum,
+                     even);
+  };
+  CHECK_EQ(route(4 << 10, true), "bruck");
+  CHECK_EQ(route(4 << 10, false), "pairwise");
+  CHECK_EQ(route(1 << 20, true), "pairwise");
+  // The same ranks without a shared segment on one host.
+  const Topology one_host{0, 64, Hosts(64)};
+  CHECK_EQ(Choose(Collective::kAlltoall, "", 4 << 10, one_host, {}).value()->name,
+           "pairwise");
+}
+
 TEST(RoutesOfRequestedAlgorithms) {
   const auto op = Collective::kAllreduce;
   for (uint64_t bytes : {64, 1 << 20}) {
@@ -99,6 +115,57 @@ TEST(RoutesOfRequestedAlgorithms) {
   CHECK(RouteName(op, {0, 1}, 64, "shared").find("shared") != std::string::npos);
   CHECK(RouteName(op, {0, 0}, 64, "rings").find("no such algorithm") !=
         std::string::npos);
+}
+
+// Checks alltoalls of several lengths. Each rank sends `more` rows more to rank 0.
+void CheckAlltoalls(Communicator& c, size_t size, int64_t more) {
+  for (const int64_t n : {0, 1, 7, 5000}) {
+    std::vector<float> in, want;
+    std::vector<int64_t> rows(2 * size, n);
+    rows[0] += more;
+    if (c.rank() == 0) std::fill(rows.begin() + size, rows.end(), n + more);
+    for (size_t r = 0; r < size; ++r) {
+      in.insert(in.end(), rows[r], static_cast<float>(c.rank() * 100 + r));
+      want.insert(want.end(), rows[size + r], static_cast<float>(r * 100 + c.rank()));
+    }
+    std::vector<float> out(want.size());
+    Call call = AllgatherOf(&in, &out, rows);
+    call.op = Collective::kAlltoall;
+    CHECK(c.Run(call).ok());
+    CHECK(out == want);
+  }
+}
+
+TEST(OnlyEvenAlltoallsOfSeveralHostsUseBrucksAlgorithm) {
+  for (const size_t size : {2, 3, 5, 7, 16}) {
+    for (size_t per_host = 1; per_host < std::min<size_t>(size, 4); ++per_host) {
+      Hosts hosts;
+      for (size_t r = 0; r < size; ++r) hosts.push_back(static_cast<int>(r / per_host));
+      World world(hosts, "alltoall:bruck");
+      world.Each([&](Communicator& c) {
+        CheckAlltoalls(c, size, 0);
+        CheckAlltoalls(c, size, 1);
+      });
+      const auto counts = world.ranks[0]->log().stats().at("alltoall").algorithms;
+      CHECK_EQ(counts.size(), 2u);
+      CHECK_EQ(counts.at("bruck"), 4u);
+      CHECK_EQ(counts.at("pairwise"), 4u);
+    }
+  }
+}
+
+TEST(CountsThatDifferAreNotEven) {
+  Problem problem{Collective::kAlltoall, 0, {1, 1, 1, 2}, true};
+  CHECK(CheckProblem(problem, 2).code() == Code::kInvalidArgument);
+  problem.even = false;
+  CHECK(CheckProblem(problem, 2).ok());
+}
+
+TEST(AlltoallsOfOneHostCannotUseBrucksAlgorithm) {
+  for (const Hosts& hosts : {Hosts{0}, Hosts{0, 0}, Hosts(64)})
+    CHECK(RouteName(Collective::kAlltoall, hosts, 64, "bruck", false, ReduceOp::kSum,
+                    true)
+              .find("needs several hosts") != std::string::npos);
 }
 
 // The statistics count inline data and tiles as one algorithm, "shared".

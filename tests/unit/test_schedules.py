@@ -58,6 +58,8 @@ def layouts(size: int) -> Iterator[list[int]]:
 def applies(op: str, algorithm: str, host: list[int]) -> bool:
     if algorithm in ON_ONE_HOST:
         return len(set(host)) == 1
+    if (op, algorithm) == ("alltoall", "bruck"):
+        return len(set(host)) > 1
     if algorithm == "direct":
         return len(host) <= 32 or len(set(host)) == 1
     if not algorithm.startswith("hierarchical"):
@@ -262,6 +264,16 @@ def test_bruck_numbers() -> None:
         assert deepest(size) <= report["steps"] <= ceil_log2(size)
         assert max(report["messages"]) <= 2 * ceil_log2(size)
         assert sum(report["sent"]) == (size - 1) * BIG
+
+
+def test_bruck_alltoall_numbers() -> None:
+    for size in MANY:
+        hosts = list(range(size))
+        report = prove("alltoall", "bruck", [[BIG] * 2 * size] * size, hosts)
+        assert deepest(size) <= report["steps"] <= ceil_log2(size)
+        assert report["messages"] == [ceil_log2(size)] * size
+        forwarded = BIG * sum(distance.bit_count() for distance in range(size))
+        assert report["sent"] == [forwarded] * size
 
 
 def test_direct_broadcast_and_alltoall_numbers() -> None:

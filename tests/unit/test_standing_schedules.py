@@ -61,7 +61,8 @@ ROWS = [row for row in _native.algorithms() if row[1] not in WIDE]
 
 
 def cases(op: str) -> Iterator[Case]:
-    for size in SIZES:
+    # A rank has P log2(P) / 2 steps in an alltoall, so 300 ranks would take seconds.
+    for size in SIZES[:-1] if op == "alltoall" else SIZES:
         for per_host in sorted({p for p in RANKS_PER_HOST if p < size} | {size}):
             for root in {0, size // 2, size - 1} if op == "broadcast" else {0}:
                 yield Case(size, per_host, root)
@@ -70,6 +71,8 @@ def cases(op: str) -> Iterator[Case]:
 def counts(op: str, size: int) -> list[list[int]]:
     if op in ("allreduce", "broadcast"):
         return [[3 * size]] * size
+    if op == "alltoall":
+        return [[3] * 2 * size] * size
     return [[3] * size] * size
 
 

@@ -43,7 +43,12 @@ using Counts = std::vector<std::vector<uint64_t>>;
 
 std::vector<Problem> Problems(const std::string& op, const Counts& counts, int root) {
   std::vector<Problem> problems;
-  for (const auto& c : counts) problems.push_back({OpOf(op), root, c});
+  const bool even = OpOf(op) == Collective::kAlltoall && !counts.empty() &&
+                    !counts[0].empty() &&
+                    std::all_of(counts.begin(), counts.end(), [&](const auto& c) {
+                      return c == std::vector(c.size(), counts[0][0]);
+                    });
+  for (const auto& c : counts) problems.push_back({OpOf(op), root, c, even});
   for (const Problem& p : problems)
     if (Status s = CheckProblem(p, static_cast<int>(counts.size())); !s.ok())
       throw nb::value_error(s.message().c_str());

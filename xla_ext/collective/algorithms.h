@@ -73,6 +73,7 @@ RJ_ALGORITHM(DirectBroadcast);
 RJ_ALGORITHM(HierarchicalBroadcast);
 
 RJ_ALGORITHM(PairwiseAlltoall);
+RJ_ALGORITHM(BruckAlltoall);
 
 #undef RJ_ALGORITHM
 

@@ -133,11 +133,11 @@ void ScheduleBuilder::RecvReduce(int peer, Range range, bool last, Slice dst) {
   Move(range, dst);
 }
 
-void ScheduleBuilder::Finish(Range range, Slice dst) {
+void ScheduleBuilder::Copy(Range range, Slice dst, bool last) {
   if (range.count == 0) return;
   const Slice src = Held(range);
   const bool first = src.region == Region::kIn;
-  schedule_.steps.push_back({StepKind::kCopy, -1, dst, src, first, true});
+  schedule_.steps.push_back({StepKind::kCopy, -1, dst, src, first, last});
   Move(range, dst);
 }
 

@@ -70,8 +70,8 @@ class ScheduleBuilder {
   void Move(Range range, Slice home);
 
   // Each of these functions appends one step, or none if the range is empty. Send,
-  // RecvReduce and Finish read `range` from its home, which must be one slice. Recv,
-  // RecvReduce and Finish make `dst` the home of `range`.
+  // RecvReduce, Copy and Finish read `range` from its home, which must be one slice.
+  // Recv, RecvReduce, Copy and Finish make `dst` the home of `range`.
   void Send(int peer, Range range);
   void Recv(int peer, Range range) { Recv(peer, range, OutAt(range)); }
   void Recv(int peer, Range range, Slice dst);
@@ -79,9 +79,11 @@ class ScheduleBuilder {
     RecvReduce(peer, range, last, OutAt(range));
   }
   void RecvReduce(int peer, Range range, bool last, Slice dst);
+  // Copies the range to `dst`, where it is not finished.
+  void Copy(Range range, Slice dst) { Copy(range, dst, false); }
   // Copies the range to `dst` and marks it as finished.
   void Finish(Range range) { Finish(range, OutAt(range)); }
-  void Finish(Range range, Slice dst);
+  void Finish(Range range, Slice dst) { Copy(range, dst, true); }
 
   void ReserveScratch(uint64_t elements) { schedule_.scratch = elements; }
   Schedule Take() { return std::move(schedule_); }
@@ -89,6 +91,7 @@ class ScheduleBuilder {
  private:
   using Homes = std::map<uint64_t, Slice>;  // disjoint ranges, by offset in the vector
 
+  void Copy(Range range, Slice dst, bool last);
   Slice Held(Range range) const;
   void CutAt(uint64_t offset);
   void JoinWithPrevious(Homes::iterator home);

@@ -16,6 +16,7 @@ using namespace collective;  // NOLINT: the table lists this namespace
 
 bool Always(const Topology&) { return true; }
 bool HasSharedSegment(const Topology& topology) { return topology.segment; }
+bool HasSeveralHosts(const Topology& topology) { return !OnOneHost(topology.host); }
 // With more ranks on several hosts, P - 1 streams would enter each host, and each rank
 // would need links to all others.
 constexpr int kMostDirect = 32;
@@ -30,6 +31,7 @@ constexpr auto kReducescatter = Collective::kReducescatter;
 constexpr auto kAlltoall = Collective::kAlltoall;
 
 constexpr std::string_view kHosts = "several ranks on several hosts";
+constexpr std::string_view kSeveralHosts = "several hosts";
 constexpr std::string_view kSharedMemory = "memory that all ranks share";
 constexpr std::string_view kFewRanks = "one host or at most 32 ranks";
 
@@ -70,6 +72,7 @@ constexpr std::array kTable = {
     Algorithm{kAlltoall, kShared, PairwiseAlltoall, HasSharedSegment, kSharedMemory,
               SharedAlltoallCost},
     RJ_ROW(kAlltoall, kUneven, PairwiseAlltoall, Always, ""),
+    RJ_ROW(kAlltoall, "bruck", BruckAlltoall, HasSeveralHosts, kSeveralHosts),
 };
 #undef RJ_ROW
 
@@ -136,6 +139,10 @@ Status CheckProblem(const Problem& problem, int size) {
     if (__builtin_add_overflow(sum, count, &sum))
       return {Code::kInvalidArgument, op + ": the counts add up to 2^64 or more"};
   }
+  const auto differs = [&](uint64_t count) { return count != problem.counts[0]; };
+  if (problem.even &&
+      std::any_of(problem.counts.begin(), problem.counts.end(), differs))
+    return {Code::kInvalidArgument, op + ": the counts are not even"};
   return {};
 }
 

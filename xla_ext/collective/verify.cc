@@ -100,9 +100,10 @@ Status CheckAgreement(const std::vector<Problem>& problems) {
   for (const Problem& problem : problems) {
     RJ_TRY(CheckProblem(problem, static_cast<int>(size)));
     const Problem& other = problems[0];
-    const bool same =
-        problem.op == other.op && problem.root == other.root &&
-        (problem.op == Collective::kAlltoall || problem.counts == other.counts);
+    const bool same = problem.op == other.op && problem.root == other.root &&
+                      problem.even == other.even &&
+                      ((problem.op == Collective::kAlltoall && !problem.even) ||
+                       problem.counts == other.counts);
     if (!same) return {Code::kInvalidArgument, "the ranks' problems disagree"};
   }
   if (size == 0 || problems[0].op != Collective::kAlltoall) return {};
