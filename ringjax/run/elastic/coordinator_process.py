@@ -26,6 +26,7 @@ from ringjax.control.tls import offer_for
 from ringjax.run.hosts.channel import (
     Channel,
     Message,
+    PipeChannel,
     dispatch,
     open_process,
     standard_streams,
@@ -276,7 +277,7 @@ class _CoordinatorServer:
         self._make = Coordinator
         self._coordinator: Coordinator | None = None
         self._selector = selectors.DefaultSelector()
-        self._channel = Channel(
+        self._channel = PipeChannel(
             self._selector, reader, writer, self._handle_message, lambda: None
         )
 

@@ -29,7 +29,13 @@ from ringjax.control import open_files
 from ringjax.control.polling import wait_readable
 from ringjax.run import environ
 from ringjax.run.hosts import processes, profile_files
-from ringjax.run.hosts.channel import Channel, Message, dispatch, standard_streams
+from ringjax.run.hosts.channel import (
+    Channel,
+    Message,
+    PipeChannel,
+    dispatch,
+    standard_streams,
+)
 from ringjax.run.hosts.telemetry_relay import TelemetryRelay
 
 if TYPE_CHECKING:
@@ -89,7 +95,7 @@ class Agent:
         self, reader: int, writer: int, keys: SessionKeys | None = None
     ) -> Channel:
         """Makes the channel to ringrun: two pipes, or one socket with `keys`."""
-        self._channel = Channel(
+        self._channel = PipeChannel(
             self._selector,
             reader,
             writer,

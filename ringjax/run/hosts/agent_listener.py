@@ -27,7 +27,7 @@ from ringjax.control.sealed_messages import SessionKeys
 from ringjax.control.tls import offer_for
 from ringjax.run.hosts.agent_handle import AgentHandle
 from ringjax.run.hosts.agent_pool import AgentPool
-from ringjax.run.hosts.channel import Channel, Message
+from ringjax.run.hosts.channel import Channel, Message, PipeChannel
 from ringjax.run.hosts.job_spec import JobSpec
 from ringjax.run.hosts.slots import HostSlots, check_host_name
 
@@ -140,7 +140,7 @@ class AgentListener:
         enable_keepalive(sock, self._failure_timeout)
         connection = _Connection(peer)
         descriptor = sock.detach()
-        connection.channel = Channel(
+        connection.channel = PipeChannel(
             self._agents.selector,
             descriptor,
             os.dup(descriptor),

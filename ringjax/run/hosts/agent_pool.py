@@ -26,7 +26,13 @@ from ringjax.run import environ
 from ringjax.run.console import Console, pipe_standard_input
 from ringjax.run.hosts import name_lookup, processes
 from ringjax.run.hosts.agent_handle import AgentHandle
-from ringjax.run.hosts.channel import Channel, Message, dispatch, open_process
+from ringjax.run.hosts.channel import (
+    Channel,
+    Message,
+    PipeChannel,
+    dispatch,
+    open_process,
+)
 from ringjax.run.hosts.job_spec import JobSpec, agent_command, client_command
 from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
@@ -147,7 +153,7 @@ class AgentPool:
         self._console.labels[agent.client_number] = host
         stdin, ours = os.pipe()
         mine, stdout = os.pipe()
-        agent.channel = Channel(self.selector, mine, ours, *self._callbacks(agent))
+        agent.channel = PipeChannel(self.selector, mine, ours, *self._callbacks(agent))
         self._send_descriptors(stdin, stdout)
         order = {
             "id": agent.client_number,

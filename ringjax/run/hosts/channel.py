@@ -14,14 +14,12 @@ import json
 import os
 import selectors
 import subprocess
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringjax.control.polling import wait_writable
 from ringjax.errors import AuthenticationError
 from ringjax.run import environ
+from ringjax.run.hosts.pipe_writer import PipeWriter, Writer
 
 if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
@@ -74,6 +72,58 @@ def dispatch(
 
 
 class Channel:
+    """Sends and receives messages. Subclasses have the transport of the bytes."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        on_message: Callable[[Message], None],
+        keys: SessionKeys | None = None,
+    ) -> None:
+        self._writer = writer
+        self._on_message = on_message
+        lines = _LineCodec()
+        self._sealer = lines if keys is None else keys.sealer()
+        self._opener = lines if keys is None else keys.opener()
+        self.closed = False
+
+    @property
+    def pending(self) -> int:
+        """How many bytes wait to be sent, because the peer does not read."""
+        return self._writer.pending
+
+    def end_greeting(self) -> None:
+        """Ends a line that a login script may have left unfinished.
+
+        Otherwise the peer would read one line that consists of the end of the greeting
+        and the first message, and would ignore it.
+        """
+        self._writer.add(b"\n")
+
+    def send(self, message: Message) -> None:
+        """Queues a message, and writes immediately as much as the peer accepts."""
+        if not self.closed:
+            self._writer.add(self._sealer.seal(message))
+
+    def flush(self, limit: float) -> None:
+        """Waits up to `limit` seconds until all queued messages are written."""
+        if not self.closed:
+            self._writer.flush(limit)
+
+    def close(self) -> None:
+        """Closes this end, so that the peer reads an end of file."""
+        if not self.closed:
+            self.closed = True
+            self._writer.close()
+
+    def _deliver(self, messages: Iterable[Message]) -> None:
+        for message in messages:
+            self._on_message(message)
+            if self.closed:  # the callback may have closed the channel
+                return
+
+
+class PipeChannel(Channel):
     """A channel over two pipes, or over two descriptors of one socket with `keys`.
 
     The owner of the selector calls `dispatch`. The channel calls `on_message` with each
@@ -89,96 +139,28 @@ class Channel:
         on_close: Callable[[], None],
         keys: SessionKeys | None = None,
     ) -> None:
+        super().__init__(PipeWriter(selector, writer, self._lost), on_message, keys)
         self._selector = selector
         self._reader = reader
-        self._writer = writer
-        self._on_message = on_message
         self._on_close = on_close
-        lines = _LineCodec()
-        self._sealer = lines if keys is None else keys.sealer()
-        self._opener = lines if keys is None else keys.opener()
-        self._outgoing: deque[memoryview] = deque()
-        self._waiting = False  # whether messages wait until `writer` is writable
-        self.closed = False
         os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
         for end in (reader, writer):
             # This call fails on sockets, and if this user has too many large pipes.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
         selector.register(reader, selectors.EVENT_READ, self._read)
 
-    @property
-    def pending(self) -> int:
-        """How many bytes wait to be sent, because the peer does not read."""
-        return sum(map(len, self._outgoing))
-
-    def end_greeting(self) -> None:
-        """Ends a line that a login script may have left unfinished.
-
-        Otherwise the peer would read one line that consists of the end of the greeting
-        and the first message, and would ignore it.
-        """
-        self._outgoing.append(memoryview(b"\n"))
-        self._write()
-
-    def send(self, message: Message) -> None:
-        """Queues a message, and writes immediately as much as the pipe accepts."""
-        if self.closed:
-            return
-        self._outgoing.append(memoryview(self._sealer.seal(message)))
-        if not self._waiting:
-            self._write()
-
-    def flush(self, limit: float) -> None:
-        """Waits up to `limit` seconds until all queued messages are written."""
-        deadline = time.monotonic() + limit
-        while self._outgoing and not self.closed:
-            left = deadline - time.monotonic()
-            if left <= 0 or not wait_writable(self._writer, left):
-                return
-            self._write()
-
     def close(self) -> None:
-        """Closes both descriptors, so that the peer reads an end of file."""
-        if self.closed:
-            return
-        self.closed = True
-        self._outgoing.clear()
-        self._selector.unregister(self._reader)
-        if self._waiting:
-            self._selector.unregister(self._writer)
-        for descriptor in {self._reader, self._writer}:
+        if not self.closed:
+            self._selector.unregister(self._reader)
             with contextlib.suppress(OSError):
-                os.close(descriptor)
+                os.close(self._reader)
+        super().close()
 
     def _lost(self) -> None:
         if not self.closed:
             self.close()
             self._on_close()
-
-    def _write(self) -> None:
-        try:
-            while self._outgoing:
-                head = self._outgoing[0]
-                written = os.write(self._writer, head[:_CHUNK])
-                if written == len(head):
-                    self._outgoing.popleft()
-                else:
-                    self._outgoing[0] = head[written:]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._lost()
-            return
-        if self._waiting != bool(self._outgoing):
-            self._waiting = not self._waiting
-            if self._waiting:
-                self._selector.register(
-                    self._writer, selectors.EVENT_WRITE, self._write
-                )
-            else:
-                self._selector.unregister(self._writer)
 
     def _read(self) -> None:
         try:
@@ -195,10 +177,7 @@ class Channel:
         except AuthenticationError:
             self._lost()
             return
-        for message in messages:
-            self._on_message(message)
-            if self.closed:  # the callback may have closed the channel
-                return
+        self._deliver(messages)
 
 
 def open_process(
@@ -207,7 +186,7 @@ def open_process(
     selector: selectors.BaseSelector,
     on_message: Callable[[Message], None],
     on_close: Callable[[], None],
-) -> tuple[subprocess.Popen[bytes], Channel]:
+) -> tuple[subprocess.Popen[bytes], PipeChannel]:
     """Starts a program of ringjax. Returns it, and a channel to its standard streams.
 
     Args:
@@ -224,7 +203,7 @@ def open_process(
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
         reader, writer = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
-    return process, Channel(selector, reader, writer, on_message, on_close)
+    return process, PipeChannel(selector, reader, writer, on_message, on_close)
 
 
 def standard_streams() -> tuple[int, int]:
