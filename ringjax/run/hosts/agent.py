@@ -4,7 +4,8 @@ ringrun starts an agent on its own machine. On every other host ssh or an engine
 Slurm starts the agent, and the ranks there keep the engine's environment variables. An
 agent reads the job's secret, the command and the directory from standard input, so that
 no secret is on a command line. It writes the output and the exit codes of its ranks to
-standard output. joining_agent.py is the agent that connects to ringrun by itself.
+standard output. joining_agent.py is the agent that connects to ringrun by itself. An
+agent that is a relay also runs the clients (ssh) that start the agents on other hosts.
 
 No rank outlives ringrun, even if ringrun is killed: when the standard input of an agent
 is closed, or the agent's parent process ends, the agent kills all its descendants and
@@ -23,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from ringjax.control import open_files
@@ -36,6 +38,7 @@ from ringjax.run.hosts.channel import (
     dispatch,
     standard_streams,
 )
+from ringjax.run.hosts.pipe_writer import PipeWriter
 from ringjax.run.hosts.telemetry_relay import TelemetryRelay
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ class Agent:
         self._telemetry = TelemetryRelay(
             self._selector, self._children, self._send_telemetry
         )
+        # Standard input of clients to which ringrun sends "write" orders, by id.
+        self._inputs: dict[int, PipeWriter] = {}
         # process id -> ringrun's id of each running child.
         self._numbers: dict[int, int] = {}
         self._descriptor_socket: socket.socket | None = None
@@ -139,6 +144,8 @@ class Agent:
                 self._open_descriptor_socket(message["descriptors"])
             case "spawn":
                 self._spawn(message)
+            case "write":
+                self._write(message["id"], base64.b64decode(message["data"]))
             case "signal":
                 alone = message.get("alone", False)
                 for number in message.get("ids", list(self._children)):
@@ -162,6 +169,8 @@ class Agent:
         with contextlib.suppress(OSError):
             os.chdir(message["cwd"])  # this host may not have ringrun's directory
         env = message["env"]
+        if env is None:  # a client finds ssh's keys by the variables of this agent
+            env = environ.inherited()
         if message.get("account"):
             env = {**environ.account_variables(), **env}
         if message.get("engine"):
@@ -180,6 +189,8 @@ class Agent:
         # ringrun may send file descriptors for standard input and standard output.
         given = self._next_descriptors(order.get("descriptors", 0))
         stdin, stdout = (*given, None, None)[:2]
+        if order.get("relayed"):
+            stdin = self._open_input(number)
         try:
             child = processes.start(
                 argv,
@@ -190,6 +201,7 @@ class Agent:
                 outlives=order.get("outlives", False),
             )
         except (OSError, ValueError, RuntimeError) as error:
+            self._close_input(number)
             code = 127 if isinstance(error, FileNotFoundError) else 126
             text = f"cannot run {argv[0]!r}: {explain_start_error(argv[0], error)}"
             self._send({"is": "exited", "id": number, "code": code, "text": text})
@@ -204,6 +216,31 @@ class Agent:
                 lambda n=number, s=stream, d=descriptor: self._forward_output(n, s, d),
             )
         self._send({"is": "started", "id": number, "pid": child.pid})
+
+    def _open_input(self, number: int) -> int:
+        """Returns the standard input for a client, to which `_write` writes."""
+        stdin, writer = os.pipe()
+
+        def report(count: int) -> None:
+            self._send({"is": "written", "id": number, "count": count})
+
+        lost = partial(self._close_input, number)
+        self._inputs[number] = PipeWriter(self._selector, writer, lost, report)
+        return stdin
+
+    def _write(self, number: int, data: bytes) -> None:
+        """Writes to a client, unless it has ended. Empty `data` ends its input.
+
+        ringrun waits for the reports of written bytes, so the queue remains short.
+        """
+        if not data:
+            self._close_input(number)
+        elif number in self._inputs:
+            self._inputs[number].add(data)
+
+    def _close_input(self, number: int) -> None:
+        if number in self._inputs:
+            self._inputs.pop(number).close()
 
     def _open_descriptor_socket(self, descriptor: int) -> None:
         """Opens the socket over which ringrun sends file descriptors for children."""
@@ -262,6 +299,18 @@ class Agent:
         text = base64.b64encode(data).decode()
         self._send({"is": "output", "id": number, "stream": stream, "data": text})
 
+    def _send_rest(self, number: int) -> None:
+        """Sends what an ended client has written, before the report of its exit.
+
+        Otherwise ringrun could conclude that the agent behind the client has never
+        answered.
+        """
+        descriptor = self._children[number].pipes.get("stdout")
+        while descriptor is not None and wait_readable(descriptor, 0.0):
+            if not (data := os.read(descriptor, _CHUNK)):
+                return  # `_forward_output` reads the end of the stream again
+            self._send_output(number, "stdout", data)
+
     def _send_telemetry(self, message: Message) -> None:
         if self._pending < _TELEMETRY_BACKLOG:
             self._send(message)
@@ -307,6 +356,9 @@ class Agent:
             process = self._children[number].process
             # `reap` has collected this process, so Popen must not wait for it again.
             process.returncode = code
+            if number in self._inputs:
+                self._send_rest(number)
+                self._close_input(number)
             self._send({"is": "exited", "id": number, "code": code})
 
     # -- the end of the job ------------------------------------------------------------
@@ -351,6 +403,8 @@ class Agent:
             self._channel.flush(limit=5.0)
 
     def _kill_all_and_exit(self, code: int = 1) -> NoReturn:
+        for number in list(self._inputs):
+            self._close_input(number)  # the agents of other hosts end, too
         for child in self._children.values():
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _GRACE

@@ -18,7 +18,10 @@ class AgentHandle:
         by_engine: whether an engine has started the agent and has set its environment.
         rendezvous: address of the coordinator for ranks of this host, if
             `ringrun --join` has started the agent; otherwise empty.
-        started_at: when ringrun started the agent, by `time.monotonic`.
+        relay: the agent on another host that runs the client. Without a relay the
+            agent on the machine of ringrun runs the client.
+        started_at: when the client was started, by `time.monotonic`. It is infinite
+            until a relay has started the client.
         has_answered: whether the agent has sent any message. silence_noted: whether
         ringrun has told the user that no message has arrived.
         ended: whether the agent has sent "bye", or counts as lost.
@@ -35,6 +38,7 @@ class AgentHandle:
     by_engine: bool = False
     rendezvous: str = ""
     channel: Channel | None = None
+    relay: AgentHandle | None = None
     started_at: float = field(default_factory=time.monotonic)
     has_answered: bool = False
     silence_noted: bool = False
@@ -49,7 +53,7 @@ class AgentHandle:
             self.channel.send(message)
 
     def silence(self, now: float) -> float:
-        """Returns seconds since the agent's start, or 0 if a message has arrived."""
+        """Returns seconds since the client's start, or 0 if a message has arrived."""
         known = self.has_answered or self.closed or self.rendezvous
         return 0.0 if known else now - self.started_at
 

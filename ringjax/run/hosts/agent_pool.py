@@ -5,6 +5,12 @@ The agent on this machine (the guardian) owns the ranks on this machine, the cli
 script. If the guardian is killed, its clients continue, and the next order for this
 machine starts another guardian. This module makes no decisions: it calls a method of
 the `ProcessObserver` for each event. job_spec.py makes the commands of clients.
+
+In a static job with many hosts some agents on other hosts are relays: they run the
+clients for further hosts (relays.py). A relay that is lost takes these hosts along.
+Therefore elastic jobs have no relays; a static job ends at its first loss anyway.
+Hosts of an allocation and of --agent-command have no relays either, because srun, qrsh
+and a user's command may need the environment of ringrun and its machine.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import array
 import base64
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -19,7 +26,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 from ringjax.run import environ
@@ -33,9 +40,16 @@ from ringjax.run.hosts.channel import (
     dispatch,
     open_process,
 )
-from ringjax.run.hosts.job_spec import JobSpec, agent_command, client_command
+from ringjax.run.hosts.job_spec import (
+    JobSpec,
+    agent_command,
+    client_command,
+    is_by_engine,
+)
 from ringjax.run.hosts.local_commands import LocalCommands
 from ringjax.run.hosts.profile_files import FileReceiver
+from ringjax.run.hosts.relayed_channel import RelayedChannel
+from ringjax.run.hosts.relays import assign_relays
 from ringjax.run.hosts.slots import is_local
 
 _NOTE_SILENCE_AFTER = 10.0  # seconds until the user reads that a host is silent
@@ -76,6 +90,9 @@ class AgentPool:
         self._local = AgentHandle("localhost", 0)
         self._remote: dict[str, AgentHandle] = {}  # agents on other hosts, by host
         self._clients: dict[int, AgentHandle] = {}  # agents by client number
+        # Channels through relays, open and closed, by client number.
+        self._relayed: dict[int, RelayedChannel] = {}
+        self._relay_failed = False  # whether the user knows that a relay has failed
         self._commands = LocalCommands()
         self._receiver: FileReceiver | None = None
         self._last_number = 0  # the latest number of a client or local command
@@ -137,34 +154,55 @@ class AgentPool:
             self.start()
         return self._local
 
+    @cached_property
+    def _relays(self) -> Mapping[str, str]:
+        """The hosts of a static job that have a relay, and the host of this relay."""
+        named = dict.fromkeys(slot.host for slot in self._spec.slots)
+        remote = self.remote_hosts(named)
+        return assign_relays([h for h in remote if not is_by_engine(h, self._spec)])
+
     def _connect(self, host: str) -> AgentHandle:
-        """Makes the local agent start a client, with pipes to this process.
+        agent = AgentHandle(host, 0, by_engine=is_by_engine(host, self._spec))
+        if relay := self._relays.get(host):
+            agent.relay, agent.started_at = self._agent_for(relay), math.inf
+        self._start_client(agent)
+        agent.send(self._monitor_order())
+        return agent
+
+    def _start_client(self, agent: AgentHandle) -> None:
+        """Makes a relay or the local agent start a client."""
+        self._last_number -= 1
+        number = agent.client_number = self._last_number
+        relayed = agent.relay is not None
+        argv, env = client_command(agent.host, self._spec, relayed=relayed)
+        agent.client_name = os.path.basename(argv[0])
+        self._clients[number] = agent
+        self._console.labels[number] = agent.host
+        order = {"id": number, "argv": argv, "env": {}, "outlives": True}
+        if agent.relay is None:
+            agent.channel = self._send_pipes(agent)
+            self._send_spawn(self._local, [{**order, "descriptors": 2}], env, None)
+            return
+        agent.client_name += f" on {agent.relay.host}"
+        assert agent.relay.channel is not None
+        agent.channel = self._relayed[number] = RelayedChannel(
+            agent.relay.channel, number, partial(self.handle_message, agent)
+        )
+        self._send_spawn(agent.relay, [{**order, "relayed": True}], None, None)
+
+    def _send_pipes(self, agent: AgentHandle) -> Channel:
+        """Returns a channel over two new pipes, which a client of this machine gets.
 
         The local agent owns the client, so the client ends with the other processes of
         the job. This process makes the client's pipes and sends one end of each to the
         local agent, so that messages of the host do not pass through the local agent.
         """
-        here = self._local_agent()
-        self._last_number -= 1
-        argv, env, by_engine = client_command(host, self._spec)
-        client = os.path.basename(argv[0])
-        agent = AgentHandle(host, self._last_number, client, by_engine)
-        self._clients[agent.client_number] = agent
-        self._console.labels[agent.client_number] = host
+        self._local_agent()
         stdin, ours = os.pipe()
         mine, stdout = os.pipe()
-        agent.channel = PipeChannel(self.selector, mine, ours, *self._callbacks(agent))
+        channel = PipeChannel(self.selector, mine, ours, *self._callbacks(agent))
         self._send_descriptors(stdin, stdout)
-        order = {
-            "id": agent.client_number,
-            "argv": argv,
-            "env": {},
-            "descriptors": 2,
-            "outlives": True,
-        }
-        self._send_spawn(here, [order], env, None)
-        agent.send(self._monitor_order())
-        return agent
+        return channel
 
     def add_joined(
         self, host: str, channel: Channel, rendezvous: str, numbers: set[int]
@@ -252,9 +290,10 @@ class AgentPool:
         self,
         agent: AgentHandle,
         orders: Sequence[Message],
-        env: Mapping[str, str],
+        env: Mapping[str, str] | None,
         payload: bytes | None,
     ) -> None:
+        """Orders processes. Without `env` they get the environment of the agent."""
         try:
             folder = os.getcwd()
         except FileNotFoundError:
@@ -262,7 +301,7 @@ class AgentPool:
         message: Message = {
             "do": "spawn",
             "cwd": folder,
-            "env": dict(env),
+            "env": env if env is None else dict(env),
             "engine": agent.by_engine,
             "account": agent is not self._local,
             "children": list(orders),
@@ -331,7 +370,8 @@ class AgentPool:
             why = f"no answer over {agent.client_name} in"
             if silence >= limit:
                 order = {"do": "signal", "signal": int(signal.SIGKILL)}
-                self._local.send({**order, "ids": [agent.client_number]})
+                runner = agent.relay or self._local
+                runner.send({**order, "ids": [agent.client_number]})
                 self.lose_agent(agent, f"{why} {limit:g} s; {_SHELL}")
             elif silence >= _NOTE_SILENCE_AFTER and not agent.silence_noted:
                 agent.silence_noted = True
@@ -344,12 +384,15 @@ class AgentPool:
         match message.get("is"):
             case "output":
                 stream, data = message["stream"], base64.b64decode(message["data"])
-                if not self._commands.add_output(number, stream, data):
-                    self._observer.wrote(number, stream, data)
+                self._take_output(number, stream, data)
+            case "written":
+                self._relayed[number].grant(message["count"])
             case "started":
                 agent.pids[number] = message["pid"]
                 if number >= 0:
                     self._observer.started(number, message["pid"])
+                elif number in self._clients:
+                    self._clients[number].started_at = time.monotonic()
             case "exited":
                 agent.pids.pop(number, None)
                 self._exited(agent, number, message["code"], message.get("text", ""))
@@ -362,6 +405,13 @@ class AgentPool:
             case "bye":
                 agent.ended = True
 
+    def _take_output(self, number: int, stream: str, data: bytes) -> None:
+        if number in self._relayed and stream == "stdout":
+            # After the end of this stream, `_exited` handles the exit of the client.
+            self._relayed[number].receive(data)
+        elif not self._commands.add_output(number, stream, data):
+            self._observer.wrote(number, stream, data)
+
     def _exited(self, agent: AgentHandle, number: int, code: int, text: str) -> None:
         agent.numbers.discard(number)
         if self._commands.record_exit(number, code, text):
@@ -372,12 +422,36 @@ class AgentPool:
             lost = self._clients[number]
             why = f": {text}" if text else ""
             how = f"{lost.client_name} ended ({code}){why}"
-            self.lose_agent(lost, f"lost its host, {how}")
+            unsent = self._relayed.get(number)
+            if unsent is None or unsent.closed or lost.has_answered:
+                self.lose_agent(lost, f"lost its host, {how}")
+            else:
+                self._start_directly(lost, unsent, how)
+
+    def _start_directly(self, agent: AgentHandle, unsent: Channel, why: str) -> None:
+        """Starts the agent of a host that a relay could not reach."""
+        if not self._relay_failed:
+            self._relay_failed = True
+            self._console.note(
+                f"{agent.host}: {why}, so ringrun connects to this host directly, and "
+                "to further hosts without another note"
+            )
+        agent.relay = None
+        self._start_client(agent)
+        assert agent.channel is not None
+        agent.channel.resend(unsent)
 
     def lose_agent(self, agent: AgentHandle, text: str) -> None:
-        """Handles the loss of an agent, with which all its processes are lost."""
+        """Handles the loss of an agent, with which all its processes are lost.
+
+        The loss of a relay is also the loss of the hosts whose clients it runs.
+        """
         agent.ended = True
         self._report_lost(agent, text)
+        for other in self._remote.values():
+            if other.relay is agent and not other.ended:
+                how = f"{other.host} was reached through {agent.host}, which is lost"
+                self.lose_agent(other, f"lost its host: {how}")
 
     def _closed(self, agent: AgentHandle) -> None:
         if agent.ended:
@@ -399,7 +473,7 @@ class AgentPool:
         """
         pids = dict(self._local.pids)
         for client in self._clients.values():
-            if not client.ended:
+            if not client.ended and client.relay is None:
                 client.orphaned_client = pids.pop(client.client_number, 0)
                 if client.closed:
                     self.lose_agent(client, "lost its host")
@@ -432,15 +506,18 @@ class AgentPool:
     def end(self, limit: float) -> None:
         """Makes every agent kill its remaining processes, and reads their last output.
 
-        Agents on other hosts end first, because the local agent owns their clients.
-        Waits up to `limit` seconds for these agents, and again for the local agent.
+        Agents with a relay end first, and the local agent ends last, because a client
+        must not end before its agent. Waits up to `limit` seconds for the agents with a
+        relay, for the other hosts, and for the local agent.
         """
         if folder := self._spec.env.get("RINGJAX_PROFILE"):
             self._receiver = FileReceiver(folder)
             agents = list(self._remote.values())
             self._receiver.fetch(agents, self.poll, self._console.note)
         remote = list(self._remote.values())
-        for agents in (remote, [self._local]):
+        behind = [agent for agent in remote if agent.relay is not None]
+        direct = [agent for agent in remote if agent.relay is None]
+        for agents in (behind, direct, [self._local]):
             deadline = time.monotonic() + limit
             for agent in agents:
                 agent.send({"do": "end"})

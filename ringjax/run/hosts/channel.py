@@ -3,7 +3,8 @@
 A channel queues messages and never blocks, so ringrun reacts to Ctrl-C even if an agent
 does not read. Most channels are two pipes, which need no authentication, because they
 are inherited or tunneled by ssh. An agent of `ringrun --join` has a socket, on which
-messages are sealed with the keys of the handshake (control/sealed_messages.py).
+messages are sealed with the keys of the handshake (control/sealed_messages.py). The
+agent of a host behind another host has a channel in a channel (relayed_channel.py).
 """
 
 from __future__ import annotations
@@ -104,6 +105,11 @@ class Channel:
         """Queues a message, and writes immediately as much as the peer accepts."""
         if not self.closed:
             self._writer.add(self._sealer.seal(message))
+
+    def resend(self, other: Channel) -> None:
+        """Sends all that `other` has queued. `other` must have sent nothing."""
+        for data in other._writer.queue:
+            self._writer.add(data)
 
     def flush(self, limit: float) -> None:
         """Waits up to `limit` seconds until all queued messages are written."""

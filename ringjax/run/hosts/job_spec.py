@@ -86,24 +86,35 @@ def agent_command() -> list[str]:
     return [sys.executable, "-P", "-m", "ringjax.run.hosts.agent"]
 
 
-def client_command(host: str, spec: JobSpec) -> tuple[list[str], dict[str, str], bool]:
+def is_by_engine(host: str, spec: JobSpec) -> bool:
+    """Returns whether an engine starts the agent on a host. Otherwise ssh does.
+
+    Ranks keep the variables that the engine has set, such as the visible GPUs.
+    """
+    allocation = spec.allocation
+    in_allocation = allocation is not None and allocation.contains(host)
+    return bool(spec.agent_command) or in_allocation
+
+
+def client_command(
+    host: str, spec: JobSpec, *, relayed: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """Returns the command (ssh, srun) that starts the agent on a host.
 
-    Also returns the environment of this command, and whether an engine starts the
-    agent. If so, the ranks keep the variables that the engine has set, such as the
-    visible GPUs.
+    Also returns the environment of this command. If the command is for a relay, ssh
+    gives up early enough for another attempt from this machine.
     """
     env = environ.inherited()
     program = ["env", f"PYTHONPATH={environ.agent_path()}", *agent_command()]
     if spec.agent_command:
-        return _fill_template(spec.agent_command, host, program), env, True
+        return _fill_template(spec.agent_command, host, program), env
     found = spec.allocation
     if found is not None and found.contains(host):
         words = [word.replace("{host}", host) for word in found.command]
         env = {name: env[name] for name in env.keys() - found.unset}
-        return [*words, *program], env, True
-    argv = [*_ssh(host, spec), host, "exec " + shlex.join(program)]
-    return argv, env, False
+        return [*words, *program], env
+    limit = spec.config.start_timeout / (4 if relayed else 1)
+    return [*_ssh(spec, limit), host, "exec " + shlex.join(program)], env
 
 
 def _fill_template(template: str, host: str, program: Sequence[str]) -> list[str]:
@@ -138,12 +149,12 @@ def check_agent_command(template: str) -> str:
     return template
 
 
-def _ssh(host: str, spec: JobSpec) -> list[str]:
+def _ssh(spec: JobSpec, connect_timeout: float) -> list[str]:
     options = {
         # ssh must not ask questions, because it has no terminal here.
         "BatchMode": "yes",
         "StrictHostKeyChecking": "accept-new",
-        "ConnectTimeout": str(max(1, round(spec.config.start_timeout))),
+        "ConnectTimeout": str(max(1, round(connect_timeout))),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",
