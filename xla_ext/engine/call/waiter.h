@@ -79,7 +79,7 @@ class Waiter {
   // wait longer than three times spin_ halves the spin time of the next wait (at most
   // five times in all), and a shorter wait doubles the spin time again.
   void Progressed() {
-    if (idle_ > kFree) {
+    if (idle_ > kUncounted && !OnlyPauses()) {
       const bool brief = Clock::now() - since_ < 3 * spin_;
       spin_shift_ = brief ? std::max(spin_shift_ - 1, 0) : std::min(spin_shift_ + 1, 5);
     }
@@ -94,10 +94,11 @@ class Waiter {
     slice_ms_ = static_cast<int>(std::clamp<int64_t>(ms, 0, kLongestMs));
   }
 
-  // Returns the seconds since the first Idle after the last progress, or 0 if there was
-  // no Idle since then.
+  // Returns the seconds that the present wait has lasted, or 0 if the caller has found
+  // progress. The time in which Idle only pauses does not count: it is a microsecond,
+  // and reading the clock takes longer than a pause.
   double IdleSeconds() const {
-    if (idle_ == 0) return 0;
+    if (idle_ == 0 || OnlyPauses()) return 0;
     return std::chrono::duration<double>(Clock::now() - since_).count();
   }
 
@@ -108,14 +109,14 @@ class Waiter {
   template <typename Interests>
   Status Idle(Interests&& interests) {
     if (aborted()) return Status(Code::kUnavailable, "aborted");
-    if (idle_ == 0) since_ = Clock::now();
     ++idle_;
-    if (idle_ <= kFree && !oversubscribed_) {
+    if (OnlyPauses()) {
       Pause();
       return OkStatus();
     }
-    if (Clock::now() - since_ < spin_ / (1 << spin_shift_)) {
-      // On an oversubscribed host, the late rank may be waiting for this core.
+    const auto now = Clock::now();
+    if (idle_ == (oversubscribed_ ? 1 : kPauses + 1)) since_ = now;
+    if (now - since_ < spin_ / (1 << spin_shift_)) {
       if (oversubscribed_ || idle_ % 16 == 0)
         sched_yield();
       else
@@ -126,6 +127,9 @@ class Waiter {
   }
 
  private:
+  // Whether Idle only pauses. On an oversubscribed host, Idle always yields or sleeps,
+  // because the late rank may be waiting for this core.
+  bool OnlyPauses() const { return idle_ <= kPauses && !oversubscribed_; }
   static void Pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -149,14 +153,17 @@ class Waiter {
   }
 
   static constexpr int kLongestMs = 1000;
-  static constexpr uint64_t kFree = 8;  // calls of Idle that only pause, in each wait
+  // The calls of Idle in each wait that only pause, without reading the clock.
+  static constexpr uint64_t kPauses = 32;
+  // Waits of so few calls of Idle do not change the spin time.
+  static constexpr uint64_t kUncounted = 8;
 
   Doorbell* doorbell_;
   const std::atomic<bool>* aborted_;
   Clock::duration spin_;
   bool oversubscribed_;
   uint64_t idle_ = 0;        // calls of Idle since the last progress
-  Clock::time_point since_;  // the first of these calls; valid if idle_ > 0
+  Clock::time_point since_;  // the first of these calls that did more than pause
   int spin_shift_ = 0;       // how often the spin time is halved
   int slice_ms_ = 100;
   std::vector<pollfd> fds_;
