@@ -16,6 +16,12 @@ size_t AdaptiveCopier::StateIndex(size_t bytes) {
   return std::min(static_cast<size_t>(above), decltype(states_)().size() - 1);
 }
 
+bool AdaptiveCopier::IsMeasured(size_t bytes) {
+  State& state = states_[StateIndex(bytes)];
+  if (bytes >= kShortBytes || state.trial > 0) return true;
+  return ++state.unmeasured % kShortPeriod == 0;
+}
+
 // Ordinary copies use memcpy and not CopyBytes. A line that is in another core's own
 // cache, such as a line of an inline slot, takes a tenth less time with the C library's
 // string instruction than with vector stores. A line in a shared cache takes the same
@@ -24,11 +30,13 @@ void AdaptiveCopier::CopyLong(void* to, const void* from, size_t bytes) {
   using Clock = std::chrono::steady_clock;
   non_temporal_ =
       IsNonTemporal(bytes) || always_non_temporal.load(std::memory_order_relaxed);
-  const auto began = Clock::now();
+  const bool measured = IsMeasured(bytes);
+  const auto began = measured ? Clock::now() : Clock::time_point();
   if (non_temporal_)
     CopyNonTemporal(to, from, bytes);
   else
     std::memcpy(to, from, bytes);
+  if (!measured) return;
   const std::chrono::duration<double> passed = Clock::now() - began;
   Record(bytes, passed.count());
 }

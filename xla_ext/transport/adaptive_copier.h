@@ -54,9 +54,13 @@ class AdaptiveCopier {
 
  private:
   static constexpr int kTrialCopies = 3;  // copies of a trial; their median time counts
-  // Numbers of copies between two trials: kFirstPause after a trial that changed the
-  // choice, then twice as many after each trial that confirms the choice, up to
-  // kMaxPause. An early trial (kEarlyTrialRatio) begins after at least kMinPause
+  // A copy of fewer bytes takes about as long as a measurement. So between trials only
+  // each kShortPeriod-th of these copies is measured.
+  static constexpr size_t kShortBytes = 16 << 10;
+  static constexpr uint16_t kShortPeriod = 4;
+  // Numbers of measured copies between two trials: kFirstPause after a trial that
+  // changed the choice, then twice as many after each trial that confirms the choice,
+  // up to kMaxPause. An early trial (kEarlyTrialRatio) begins after at least kMinPause
   // copies.
   static constexpr uint16_t kFirstPause = 32, kMaxPause = 512, kMinPause = 8;
   // Non-temporal stores can be faster for the writer but slower for the reader. So a
@@ -74,6 +78,7 @@ class AdaptiveCopier {
     // copies.
     std::array<std::array<float, kTrialCopies>, 2> seconds_per_byte = {};
     std::array<uint16_t, 2> copies = {};  // copies of each kind so far
+    uint16_t unmeasured = 0;              // short copies since the last measurement
     uint16_t trial = 0;                   // copies left in the present trial
     uint16_t wait = kTrialCopies;         // copies until the next trial
     uint16_t pause = kFirstPause;         // the value of `wait` after the last trial
@@ -85,6 +90,7 @@ class AdaptiveCopier {
   };
 
   static size_t StateIndex(size_t bytes);
+  bool IsMeasured(size_t bytes);  // whether to measure the next copy of `bytes` bytes
   void CopyLong(void* to, const void* from, size_t bytes);
 
   std::array<State, 9> states_;  // states for 4 KiB, 8 KiB, ..., 1 MiB and more
