@@ -112,7 +112,7 @@ bool IsShare(const BoundLane& lane, const Plain& in, const Plain& result) {
 // Submits an operation and waits until it has ended. After an interrupt the operation
 // continues, so the lane keeps the object keep() until the operation has ended.
 template <typename Keep>
-BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest request,
+BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest&& request,
                  const Keep& keep) {
   auto work = HandIn(self->lane, std::move(request));
   Raise(work.status());

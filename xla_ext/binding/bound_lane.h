@@ -106,7 +106,7 @@ void* AsAddress(PyObject* o);
 // Adds an input to the request. `item`: (address, code of the element type, shape).
 void ReadInput(PyObject* item, EagerRequest* request);
 // Submits the request. Releases the GIL if Submit may run operations (`waits`).
-Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request);
+Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest&& request);
 // Waits until the operation has ended, and raises an exception if it has failed. If the
 // results are on a device, makes `stream`, or else the stream of the submission, wait
 // for them.

@@ -46,7 +46,7 @@ void ReadInput(PyObject* item, EagerRequest* request) {
   for (size_t d = 0; d < shape.size(); ++d) piece.dims.push_back(AsNumber(shape[d]));
 }
 
-Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest request) {
+Result<std::shared_ptr<Work>> HandIn(EagerLane& lane, EagerRequest&& request) {
   if (!request.waits) return lane.Submit(std::move(request));
   return WithoutGil([&] { return lane.Submit(std::move(request)); });
 }

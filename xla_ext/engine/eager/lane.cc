@@ -137,9 +137,10 @@ void EagerLane::RunEpoch(std::unique_lock<std::mutex>* progress) {
   } while (engine_.Turn(Clock::time_point::max(), TakesSubmissions()).ok());
 }
 
-// Runs the eager lane on the thread of a caller that waits for `work`, until `work` has
-// ended or kLongestTurn has passed. Returns false if another thread runs the lane.
-bool EagerLane::Drive(const Work& work) {
+// Runs the eager lane on the thread of a caller that waits for `task`, until the task
+// has ended or kLongestTurn has passed since its submission. Returns false if another
+// thread runs the lane.
+bool EagerLane::Drive(const Task& task) {
   if (Gate::IsDriving()) return false;  // called by a signal handler inside Turn
   std::unique_lock progress = progress_lock_.TryLock();
   if (!progress) return false;
@@ -148,10 +149,10 @@ bool EagerLane::Drive(const Work& work) {
   if (!state_.cuda) {
     const Gate::Driver driver(tasks_.gate().get());
     const InterruptsAfter interrupts(kInterruptAfter);
-    const auto until = Clock::now() + kLongestTurn;
+    const auto until = task.since + kLongestTurn;
     Guarded([&] {
-      for (bool goes_on = !work.done(); goes_on;)
-        goes_on = engine_.Turn(until, TakesSubmissions()).ok() && !work.done() &&
+      for (bool goes_on = !task.work.done(); goes_on;)
+        goes_on = engine_.Turn(until, TakesSubmissions()).ok() && !task.work.done() &&
                   Clock::now() < until;
     });
   }
@@ -164,7 +165,7 @@ bool EagerLane::Drive(const Work& work) {
 
 // -- submissions, on any thread ------------------------------------------------------
 
-Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
+Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest&& request) {
   // This check precedes any lock, because in a forked child a lock may stay locked
   // forever.
   if (!owner_.IsHere())
@@ -181,7 +182,8 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   if (!mark.ok())
     return WithContext(present->Prefix(), request.what.Title(), mark.status());
   request.what.placed = !request.outs.empty();
-  auto task = std::make_shared<Task>(std::move(request.what));
+  const auto task =
+      std::make_shared<Task>(std::move(request.what), tasks_.gate(), request.stream);
   task->ins = std::move(request.ins);
   task->outs = std::move(request.outs);
   task->rooms = std::move(request.rooms);
@@ -189,10 +191,6 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   task->timeout = request.timeout;
   task->waits = request.waits;
   task->epoch_index = present->epoch_index();
-  // Keep a second pointer to the Work, because the lane may complete the task and
-  // release task->work as soon as the task is in the queue.
-  const auto work = std::make_shared<Work>(tasks_.gate(), request.stream);
-  task->work = work;
   std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(state_.mutex);
@@ -204,13 +202,13 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest request) {
   if (request.waits) {
     if (holds()) hurried_.store(true);
     progress_lock_.CountCaller();
-    if (Drive(*work)) return work;
+    if (Drive(*task)) return WorkOf(task);
   }
   // The load of held_ is seq_cst, as in Release. If it comes before the fetch_sub of
   // the last Release, the task is already in the queue, and Release wakes the lane.
   // Otherwise this load sees that no Hold is active, and this thread wakes the lane.
   if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
-  return work;
+  return WorkOf(task);
 }
 
 void EagerLane::Release() {

@@ -56,7 +56,7 @@ class EagerLane {
   // impossible, or if an earlier operation with the same op and name has not ended on
   // this rank. If the lane has failed, returns the error that made it fail. Takes
   // ownership of `request.keep` only on success.
-  Result<std::shared_ptr<Work>> Submit(EagerRequest request);
+  Result<std::shared_ptr<Work>> Submit(EagerRequest&& request);
   // Declares that this rank submits nothing more until all ranks have joined.
   Result<std::shared_ptr<Work>> Join();
   // Between Hold and Release, submissions are held and wake no thread. Held submissions
@@ -95,7 +95,7 @@ class EagerLane {
   void Guarded(const Body& body);
   // Runs the lane until the epoch ends. `progress` is the progress lock.
   void RunEpoch(std::unique_lock<std::mutex>* progress);
-  bool Drive(const Work& work);
+  bool Drive(const Task& task);
   // Returns whether the next Turn takes submissions from the queue: nothing is held, or
   // Hurry was called.
   bool TakesSubmissions() { return !holds() || hurried_.exchange(false); }

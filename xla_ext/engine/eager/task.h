@@ -18,14 +18,15 @@
 namespace ringjax {
 
 // A submission with the data that only the submitting rank needs. TaskQueue::Finish
-// releases the addresses, the device point and the Work.
+// releases the addresses and the device point.
 struct Task : Submission {
-  explicit Task(Submission what) : Submission(std::move(what)) {}
+  Task(Submission what, std::shared_ptr<Gate> gate, uint64_t stream)
+      : Submission(std::move(what)), work(std::move(gate), stream) {}
   std::vector<void*> ins, outs;
   std::vector<uint64_t> rooms;  // see EagerRequest
   DevicePointPtr mark;
   void* keep = nullptr;
-  std::shared_ptr<Work> work;
+  Work work;
   Clock::time_point since = Clock::now();
   uint64_t order = 0;        // position among this rank's submissions
   uint64_t epoch_index = 0;  // the epoch in whose ranks `root` is numbered
@@ -33,6 +34,9 @@ struct Task : Submission {
   bool waits = false;        // see EagerRequest
 };
 using TaskPtr = std::shared_ptr<Task>;
+
+// Returns the work of a task, which keeps the task alive.
+inline std::shared_ptr<Work> WorkOf(const TaskPtr& task) { return {task, &task->work}; }
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 

@@ -141,7 +141,7 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
       void* const keep = std::exchange(task->keep, nullptr);
       if (keep == nullptr) continue;
       if (end)
-        ended_tasks_.AddEnqueued(task->work, keep);
+        ended_tasks_.AddEnqueued(WorkOf(task), keep);
       else
         ended_tasks_.Add(keep);
     }
@@ -151,14 +151,13 @@ void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
   {
     std::lock_guard lock(gate_->mutex);
     for (size_t i = 0; i < tasks.size(); ++i)
-      tasks[i]->work->Complete(status, end,
-                               outputs != nullptr ? &(*outputs)[i] : nullptr);
+      tasks[i]->work.Complete(status, end,
+                              outputs != nullptr ? &(*outputs)[i] : nullptr);
   }
   gate_->ended.notify_all();
   // The decision, or after a failure the negotiation, keeps the tasks alive. So the
   // data of each task are released here, and not by its destructor.
   for (const TaskPtr& task : tasks) {
-    task->work.reset();
     task->ins = task->outs = {};
     task->mark.reset();
   }
