@@ -4,11 +4,6 @@
 
 namespace ringjax {
 
-uint64_t TicketLock::Take() {
-  std::lock_guard lock(mutex_);
-  return next_++;
-}
-
 Status TicketLock::Wait(uint64_t ticket, const std::function<Status()>& stop) {
   if (serving_.load(std::memory_order_acquire) == ticket) return OkStatus();
   std::unique_lock lock(mutex_);

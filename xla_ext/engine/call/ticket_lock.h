@@ -28,7 +28,7 @@ class TicketLock {
 
   // Takes the next ticket. Later tickets are not served until the caller has called
   // Wait and Leave.
-  uint64_t Take();
+  uint64_t Take() { return next_.fetch_add(1); }
   // Waits until the ticket is served. Calls `stop` before each sleep, without holding
   // the mutex. If `stop` fails, returns the error of `stop`. The ticket is then lost,
   // and later tickets are never served.
@@ -40,7 +40,8 @@ class TicketLock {
   const std::chrono::milliseconds slice_;
   std::mutex mutex_;
   std::condition_variable served_;
-  uint64_t next_ = 0, woken_ = 0;
+  uint64_t woken_ = 0;
+  std::atomic<uint64_t> next_{0};
   // Only written with mutex_ held. Wait reads it first without the mutex.
   std::atomic<uint64_t> serving_{0};
 };

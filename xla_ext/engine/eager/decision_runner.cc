@@ -170,12 +170,9 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
       std::memcpy(out, batch.call.tensors[i].out, batch.call.tensors[i].room);
   record_.RecordEnd(decision, status);
   record_.Report(batch.tasks, agreed, status);
-  {
-    std::lock_guard lock(state_.mutex);
-    ++state_.stats.calls;
-    if (values != nullptr) ++state_.stats.piggybacked;
-    state_.stats.fused += batch.tasks.size();
-  }
+  ++state_.stats.calls;
+  if (values != nullptr) ++state_.stats.piggybacked;
+  state_.stats.fused += batch.tasks.size();
   const bool has_outputs = status.ok() && !batch.outputs.empty();
   tasks_.Finish(batch.tasks, status, has_outputs ? &batch.outputs : nullptr, batch.end);
   return OkStatus();

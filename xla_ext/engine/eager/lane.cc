@@ -98,11 +98,6 @@ bool EagerLane::aborted() const {
   return !tasks_.failure().ok() || !state_.resilient->end_status().ok();
 }
 
-EagerStats EagerLane::stats() const {
-  std::lock_guard lock(state_.mutex);
-  return state_.stats;
-}
-
 // -- the work of the lane, on its own thread or a caller's thread --------------------
 
 void EagerLane::ThreadMain() {

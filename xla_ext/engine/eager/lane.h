@@ -84,7 +84,7 @@ class EagerLane {
   // Whether the lane has failed permanently. False if an epoch has failed and the next
   // follows.
   bool aborted() const;
-  EagerStats stats() const;
+  EagerStats stats() const { return state_.stats; }
 
  private:
   Result<DevicePointPtr> Mark(const EagerRequest& request,

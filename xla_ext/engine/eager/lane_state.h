@@ -2,6 +2,7 @@
 // EagerLane (lane.h) share by reference.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -24,16 +25,38 @@ struct EagerOptions {
   double timeout = 300;       // seconds of waiting until an error; 0 means never
 };
 
+// A number that any thread may read while one thread at a time changes it.
+class Count {
+ public:
+  Count() = default;
+  Count(const Count& other) { *this = other; }
+  Count& operator=(const Count& other) { return *this = uint64_t{other}; }
+  Count& operator=(uint64_t n) {
+    n_.store(n, std::memory_order_relaxed);
+    return *this;
+  }
+  operator uint64_t() const {  // NOLINT: implicit by design
+    return n_.load(std::memory_order_relaxed);
+  }
+  Count& operator+=(uint64_t n) { return *this = *this + n; }
+  Count& operator++() { return *this += 1; }
+
+ private:
+  std::atomic<uint64_t> n_{0};
+};
+
 struct EagerStats {
-  uint64_t rounds = 0;
-  uint64_t message_bytes = 0;  // bytes of the messages that this rank has sent
-  uint64_t submissions = 0;
-  uint64_t cached = 0;  // submissions that were sent as a cache index
-  uint64_t calls = 0;
-  uint64_t fused = 0;  // submissions in these calls
-  uint64_t failures = 0;
-  uint64_t driven = 0;       // submissions whose callers did the work of the lane
-  uint64_t piggybacked = 0;  // calls completed from data that arrived with the round
+  // The holder of the progress lock writes these counts.
+  Count rounds;
+  Count message_bytes;  // bytes of the messages that this rank has sent
+  Count cached;         // submissions that were sent as a cache index
+  Count calls;
+  Count fused;        // submissions in these calls
+  Count piggybacked;  // calls completed from data that arrived with the round
+  // A thread that holds LaneState::mutex writes these counts.
+  Count submissions;
+  Count failures;
+  Count driven;  // submissions whose callers did the work of the lane
 };
 
 // Prepends the prefix of a communicator and `what`, the title of an operation, to an
@@ -71,7 +94,7 @@ struct LaneState {
   std::shared_ptr<Communicator> communicator;  // the lane's current epoch
   std::shared_ptr<EagerBackend> cuda;          // null if there is none
   EagerBackendMaker make_cuda;
-  EagerStats stats;
+  EagerStats stats;  // any thread may read it without `mutex`
 };
 
 }  // namespace ringjax

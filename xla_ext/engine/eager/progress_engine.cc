@@ -87,12 +87,9 @@ Status ProgressEngine::Round() {
     communicator_->AbortAndNotifyPeers(s.code(), s.message(), s.rank());
     return s;
   }
-  {
-    std::lock_guard lock(state_.mutex);
-    ++state_.stats.rounds;
-    state_.stats.message_bytes += message.size();
-    state_.stats.cached = hits_before_ + negotiation_->hits();
-  }
+  ++state_.stats.rounds;
+  state_.stats.message_bytes += message.size();
+  state_.stats.cached = hits_before_ + negotiation_->hits();
   // A rank that sends data with a round submits only one operation in that round. So if
   // all ranks have sent data, and the only decision runs one new operation, the data
   // belong to that operation.

@@ -96,7 +96,8 @@ Status TaskQueue::Enlist(const TaskPtr& task,
          "duplicate name: an operation of this name is still under way on "
          "this rank; wait for it, or give it another name"});
   incoming_.push_back(task);
-  task->order = state_.stats.submissions++;
+  task->order = state_.stats.submissions;
+  ++state_.stats.submissions;
   return OkStatus();
 }
 
