@@ -37,10 +37,12 @@ class CallLog {
 
   void Enter() { event_ = Event::Now(); }
   void Agreed() { event_.agreed = Event::Clock::now(); }
-  // Enters a call to which all ranks have already agreed.
-  void EnterAgreed() {
-    Enter();
-    event_.agreed = event_.entered;
+  // Enters a round. A round is no call, so its event has no times.
+  void EnterRound() { event_ = Event(); }
+  // Enters a call to which all ranks have agreed at `agreed`.
+  void EnterAgreed(Event::Clock::time_point agreed) {
+    event_ = Event();
+    event_.entered = event_.agreed = agreed;
   }
   // Records that a device moves the data of the call after the agreement.
   void OnDevice(const Call& call);

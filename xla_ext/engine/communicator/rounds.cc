@@ -28,7 +28,7 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
   if (piggyback == nullptr) piggyback = &nothing;
   const auto exchange = [&]() -> Status {
     Frame frame;
-    log_.Enter();
+    log_.EnterRound();
     RJ_TRY(runner_.Begin(Round(), &frame));
     if (own.size() > kMaxMessage)
       return failures_.Fail(Round(),
@@ -52,8 +52,9 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
 }
 
 Status Rounds::RunPiggybacked(const Call& call,
-                              std::span<const std::span<const std::byte>> values) {
-  log_.EnterAgreed();
+                              std::span<const std::span<const std::byte>> values,
+                              Clock::time_point agreed) {
+  log_.EnterAgreed(agreed);
   if (Status valid = runner_.Validate(call); !valid.ok())
     return failures_.WithContext(call, valid);
   // If the tensor is empty, Split returns no request.

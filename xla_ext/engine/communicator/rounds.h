@@ -54,9 +54,11 @@ class Rounds {
   // Completes a call from the data that all ranks have sent with the last round.
   // values[r] is the whole input of rank r, and is empty in a broadcast unless r is the
   // root. The call must have one tensor and be an allreduce or reduce-scatter without
-  // prescale, a broadcast, an allgather, or an alltoall with equal splits.
+  // prescale, a broadcast, an allgather, or an alltoall with equal splits. `agreed` is
+  // the time at which the round ended.
   Status RunPiggybacked(const Call& call,
-                        std::span<const std::span<const std::byte>> values);
+                        std::span<const std::span<const std::byte>> values,
+                        Clock::time_point agreed);
 
   // Sleeps until a peer begins the next round (then sets `*begun`), Wake is called, or
   // the deadline passes. If a peer is gone, aborts the communicator, but only if the

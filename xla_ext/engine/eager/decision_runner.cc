@@ -110,14 +110,15 @@ bool DecisionRunner::IsLost(const Status& status) const {
 }
 
 // Builds the call of a decision. Then runs the call, or computes its results from
-// `values`, the data that all ranks sent with the round.
+// `values`, the data that all ranks sent with the round, which ended at `agreed`.
 Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* values,
-                                     Batch* batch) {
+                                     Clock::time_point agreed, Batch* batch) {
   const Submission& first = *decision.fused[0].any;
   Status built = builder_.Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
   if (values != nullptr)  // no other rank waits for this rank, even if building failed
-    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all)
+    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all,
+                                                               agreed)
                       : communicator_->WithContext(batch->call, built);
   if (first.cuda) {
     bool refused = false;
@@ -151,7 +152,7 @@ Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values
   const bool runs = first.op != Collective::kBarrier;
   if (runs && first.cuda) status = OpenDevice(first);
   if (runs && status.ok()) {
-    status = RunOrComplete(decision, values, &batch);
+    status = RunOrComplete(decision, values, agreed, &batch);
     // A call that has an outcome proves that all ranks have received this round. A call
     // on a device has no commit decision and needs none, because it fails on all ranks
     // if a rank is lost.

@@ -39,7 +39,8 @@ class DecisionRunner {
 
   Status RunDecision(const Decision& decision, const Piggyback* values);
   Status RunCall(const Decision& decision, const Piggyback* values);
-  Status RunOrComplete(const Decision& decision, const Piggyback* values, Batch* batch);
+  Status RunOrComplete(const Decision& decision, const Piggyback* values,
+                       Clock::time_point agreed, Batch* batch);
   Status OpenDevice(const Submission& first);
   Status MoveAside(Batch* batch);
   bool IsLost(const Status& status) const;

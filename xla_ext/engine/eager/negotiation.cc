@@ -7,7 +7,6 @@
 #include "engine/eager/negotiation.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "engine/eager/batches.h"
@@ -425,8 +424,7 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
                             std::vector<Decision>* decisions) {
   State& s = *state_;
   RJ_CHECK(messages.size() == s.joined.size(), "a message of each rank");
-  std::vector<Decision> made;
-  Batches batches(s.options.fusion_threshold, &made);
+  Batches batches(s.options.fusion_threshold, decisions);
   if (!s.ReadEqual(messages, &batches))
     for (int r = 0; r < s.options.size; ++r)
       RJ_TRY(s.Read(messages[static_cast<size_t>(r)], r, &batches));
@@ -442,7 +440,6 @@ Status Negotiation::Receive(const std::vector<std::string>& messages,
   s.sent.clear();
   s.sent_received = 0;
   ++s.round;
-  std::move(made.begin(), made.end(), std::back_inserter(*decisions));
   return OkStatus();
 }
 

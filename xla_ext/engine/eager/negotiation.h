@@ -101,8 +101,8 @@ class Negotiation {
   // Processes the messages of one round, in rank order, and appends the decisions to
   // `*decisions`. The message of this rank must be the result of TakeMessage. Returns
   // kInternal, with the world rank of the sender, if a message is damaged or violates
-  // the protocol. After an error, `*decisions` is unchanged, and this object must not
-  // be used any more.
+  // the protocol. After an error, neither `*decisions` nor this object must be used any
+  // more.
   Status Receive(const std::vector<std::string>& messages,
                  std::vector<Decision>* decisions);
 

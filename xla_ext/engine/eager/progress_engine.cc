@@ -80,10 +80,9 @@ Status ProgressEngine::Round() {
   Piggyback piggyback = OfferData();
   const std::string message = negotiation_->TakeMessage();
   const uint64_t first_id = negotiation_->next_id();
-  std::vector<std::string> messages;
-  RJ_TRY(communicator_->rounds().Exchange(message, &messages, &piggyback));
-  std::vector<Decision> decisions;
-  if (Status s = negotiation_->Receive(messages, &decisions); !s.ok()) {
+  RJ_TRY(communicator_->rounds().Exchange(message, &messages_, &piggyback));
+  decisions_.clear();
+  if (Status s = negotiation_->Receive(messages_, &decisions_); !s.ok()) {
     communicator_->AbortAndNotifyPeers(s.code(), s.message(), s.rank());
     return s;
   }
@@ -93,9 +92,10 @@ Status ProgressEngine::Round() {
   // A rank that sends data with a round submits only one operation in that round. So if
   // all ranks have sent data, and the only decision runs one new operation, the data
   // belong to that operation.
-  const bool come = piggyback.whole && RunOneNew(decisions, first_id);
+  const bool come = piggyback.whole && RunOneNew(decisions_, first_id);
   const Piggyback* values = come ? &piggyback : nullptr;
-  RJ_TRY(runner_.RunAll(decisions, values));
+  RJ_TRY(runner_.RunAll(decisions_, values));
+  decisions_.clear();
   stalls_.EndRound(negotiation_->pending() > 0);
   return OkStatus();
 }

@@ -58,6 +58,10 @@ class ProgressEngine {
   std::unique_ptr<Negotiation> negotiation_;
   uint64_t hits_before_ = 0;    // cache hits in earlier epochs
   std::vector<TaskPtr> taken_;  // tasks from the queue; empty between turns
+  // The messages and the decisions of a round. They are members so that each round uses
+  // the memory of the round before.
+  std::vector<std::string> messages_;
+  std::vector<Decision> decisions_;
 };
 
 }  // namespace ringjax
