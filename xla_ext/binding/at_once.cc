@@ -43,7 +43,11 @@ class Plain {
   std::span<const Py_ssize_t> dims() const {
     return {view_.shape, static_cast<size_t>(view_.ndim)};
   }
-  Submission::Piece piece() const { return {dtype_, {dims().begin(), dims().end()}}; }
+  Submission::Piece piece() const {
+    Submission::Piece piece{dtype_, {}};
+    piece.dims.assign(dims().begin(), dims().end());
+    return piece;
+  }
   void* address() const { return view_.buf; }
   uint64_t bytes() const { return static_cast<uint64_t>(view_.len); }
   bool Overlaps(const Plain& other) const {

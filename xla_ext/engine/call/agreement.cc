@@ -238,10 +238,13 @@ void PutPiggyback(const Piggyback& piggyback, SharedSegment* segment, std::byte*
   mine->attached = 1 + size;
 }
 
+// The frames of all ranks.
+using Frames = ShortVector<Frame, 4>;
+
 // Exchanges frames, and the messages that fit into inline slots, in the shared segment.
 Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& endpoints,
-                         Waiter* waiter, std::vector<Frame>* frames,
-                         std::vector<std::string>* all, Piggyback* piggyback) {
+                         Waiter* waiter, Frames* frames, std::vector<std::string>* all,
+                         Piggyback* piggyback) {
   SharedSegment& segment = *endpoints.segment;
   const uint64_t turn = segment.own(SharedSegment::kAgreed) + 1;
   std::byte* slot = segment.InlineSlot(turn, segment.rank());
@@ -334,8 +337,8 @@ class Runs {
 // between rounds (Rounds::AwaitNext): every rank is woken through a chain of about
 // log2 P ranks.
 Status ExchangeOverLinks(const Frame& mine, const std::string& own,
-                         const Endpoints& endpoints, Waiter* waiter,
-                         std::vector<Frame>* frames, std::vector<std::string>* all) {
+                         const Endpoints& endpoints, Waiter* waiter, Frames* frames,
+                         std::vector<std::string>* all) {
   const auto& [steps, order] = endpoints.dissemination;
   Exchange exchange(endpoints, waiter);
   Runs runs;
@@ -391,8 +394,8 @@ Status ForwardTexts(const Endpoints& endpoints, Waiter* waiter,
 
 // Sends on the texts that are longer than `most`, the length up to which `*all` has
 // them. frames[r].bytes is the length of the text of rank r.
-Status ForwardRest(const std::vector<Frame>& frames, uint64_t most,
-                   const std::string& own, const Endpoints& endpoints, Waiter* waiter,
+Status ForwardRest(const Frames& frames, uint64_t most, const std::string& own,
+                   const Endpoints& endpoints, Waiter* waiter,
                    std::vector<std::string>* all) {
   const auto is_rest = [most](const Frame& f) { return f.bytes > most; };
   if (std::none_of(frames.begin(), frames.end(), is_rest)) return OkStatus();
@@ -455,7 +458,7 @@ Status ExchangeTexts(const Frame& frame, const std::string& own,
                      std::vector<std::string>* texts) {
   const std::string text(Cut(own, kMaxText));
   texts->assign(endpoints.links.size(), "");
-  std::vector<Frame> frames(endpoints.links.size());
+  Frames frames(endpoints.links.size());
   Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kExplain);
   mine.bytes = text.size();
@@ -475,7 +478,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
   piggyback->whole = piggyback->given && endpoints.segment;
   piggyback->all.clear();
   all->assign(static_cast<size_t>(size), "");
-  std::vector<Frame> frames(static_cast<size_t>(size));
+  Frames frames(static_cast<size_t>(size));
   Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kRound);
   mine.bytes = own.size();

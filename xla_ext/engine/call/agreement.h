@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "base/short_vector.h"
 #include "engine/call/executor.h"
 
 namespace ringjax {
@@ -67,7 +68,7 @@ struct Piggyback {
   size_t kept_begin = 0, kept_end = 0;
   // Output, if `whole`: the data of all ranks, in rank order. The data stay in the
   // segment until this rank begins its next call or round.
-  std::vector<std::span<const std::byte>> all = {};
+  ShortVector<std::span<const std::byte>, 4> all = {};
 };
 
 // Exchanges the messages of one round of a negotiation. `*all` receives the messages in

@@ -2,53 +2,23 @@
 // call, and exchange a text about the call only if their fingerprints differ.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/short_vector.h"
 #include "base/status.h"
 #include "collective/schedule.h"
 
 namespace ringjax {
 
-// The dimensions of a tensor. Up to six dimensions are stored without an allocation,
-// because allocations would dominate the cost of describing a call with hundreds of
-// tensors.
-class Dims {
- public:
-  Dims() = default;
-  Dims(std::initializer_list<int64_t> dims) { assign(dims.begin(), dims.end()); }
-  Dims(const std::vector<int64_t>& dims) {  // NOLINT: implicit by design
-    assign(dims.begin(), dims.end());
-  }
-
-  template <typename Iterator>
-  void assign(Iterator first, Iterator last) {
-    size_ = static_cast<size_t>(last - first);
-    if (size_ > kInline) more_.assign(first, last);
-    std::copy(first, size_ > kInline ? first : last, few_.begin());
-  }
-
-  size_t size() const { return size_; }
-  bool empty() const { return size_ == 0; }
-  const int64_t* begin() const { return size_ > kInline ? more_.data() : few_.data(); }
-  const int64_t* end() const { return begin() + size_; }
-  int64_t operator[](size_t i) const { return begin()[i]; }
-
- private:
-  static constexpr size_t kInline = 6;
-
-  size_t size_ = 0;
-  std::array<int64_t, kInline> few_;
-  std::vector<int64_t> more_;  // all dimensions, if there are more than kInline
-};
+// The dimensions of a tensor. A call may have hundreds of tensors, so few dimensions
+// are stored without an allocation.
+using Dims = ShortVector<int64_t, 6>;
 
 struct Tensor {
   DType dtype = DType::kF32;

@@ -19,8 +19,8 @@
 #pragma once
 
 #include <span>
-#include <vector>
 
+#include "base/short_vector.h"
 #include "collective/schedule.h"
 #include "engine/call/executor.h"
 
@@ -29,7 +29,7 @@ namespace ringjax {
 // The data that each rank contributes to this rank's result, in rank order. In a
 // reduction, each entry is a whole vector. In a broadcast, only the entry of the root
 // has bytes. In an alltoall, each entry is the part that is meant for this rank.
-using Values = std::vector<std::span<const std::byte>>;
+using Values = ShortVector<std::span<const std::byte>, 4>;
 
 // Returns the size in bytes of the longest inline data among `size` ranks. For an
 // alltoall, whose sizes differ between ranks, returns the bytes of the table. The

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/short_vector.h"
 #include "base/status.h"
 
 namespace ringjax {
@@ -98,7 +99,7 @@ class Spans {
     return i < pieces_.size() && offset - pieces_[i].start < pieces_[i].bytes;
   }
 
-  std::vector<Piece> pieces_;
+  ShortVector<Piece, 1> pieces_;
   uint64_t total_ = 0;
   mutable size_t hint_ = 0;  // index of the piece that Find has found last
 };

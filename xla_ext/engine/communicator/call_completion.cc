@@ -103,7 +103,7 @@ Status CallCompletion::CompleteCommitted(const Call& call,
   // Every rank had published its part before any rank could return from the call. No
   // rank can have overwritten its part since then, because a rank overwrites its part
   // only in a later call, after this rank has agreed to that later call.
-  std::vector<Request> requests = Split(call, state_.rank(), state_.size());
+  Requests requests = Split(call, state_.rank(), state_.size());
   const bool inlined = attempt.source == CallAttempt::Source::kInlineData;
   if (!SourceIsComplete(attempt))
     return failures_.WithContext(

@@ -130,7 +130,7 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   Agreement agreement;
   const Status valid =
       local_check && !local_check->ok() ? *local_check : Validate(call);
-  std::vector<Request> requests;
+  Requests requests;
   if (valid.ok()) requests = Split(call, state_.rank(), state_.size());
   agreement.even = call.even;
   const bool inlined = planner_.IsInline(requests);
@@ -189,8 +189,8 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   return OkStatus();
 }
 
-Status CallRunner::CompleteInline(const Call& call, std::vector<Request>* requests,
-                                  Status* outcome, CallAttempt* attempt) {
+Status CallRunner::CompleteInline(const Call& call, Requests* requests, Status* outcome,
+                                  CallAttempt* attempt) {
   Request& request = requests->front();
   const Problem& problem = request.problem;
   const Arithmetic& arithmetic = request.arithmetic;

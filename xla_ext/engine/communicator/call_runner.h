@@ -76,8 +76,8 @@ class CallRunner {
   // `requests`. Leaves `requests` unchanged if the data of some rank did not fit into
   // its inline slot: then all ranks send their data over links. Sets `*outcome` on a
   // mismatch.
-  Status CompleteInline(const Call& call, std::vector<Request>* requests,
-                        Status* outcome, CallAttempt* attempt);
+  Status CompleteInline(const Call& call, Requests* requests, Status* outcome,
+                        CallAttempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
   // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if

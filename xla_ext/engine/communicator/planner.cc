@@ -14,7 +14,7 @@ RouteInputs Planner::InputsFor(Collective op) const {
           segment ? segment->inline_bytes() : 0, state_.repairs};
 }
 
-bool Planner::IsInline(const std::vector<Request>& requests) const {
+bool Planner::IsInline(const Requests& requests) const {
   if (!state_.endpoints.segment || requests.size() != 1 || state_.abort.aborted())
     return false;
   const Request& r = requests[0];

@@ -31,7 +31,7 @@ class Planner {
 
   // Returns whether the data of a call with these requests are exchanged with the
   // agreement.
-  bool IsInline(const std::vector<Request>& requests) const;
+  bool IsInline(const Requests& requests) const;
   // Returns the route and the plan of a request that is not inline. The pointer is
   // valid until the next PlanFor, which may clear a full cache.
   Result<const Planned*> PlanFor(const Request& request);

@@ -99,8 +99,8 @@ Status CheckCall(const Call& call, int rank, int size) {
   return OkStatus();
 }
 
-std::vector<Request> Split(const Call& call, int rank, int size) {
-  std::vector<Request> requests;
+Requests Split(const Call& call, int rank, int size) {
+  Requests requests;
   auto add = [&](DType dtype) -> Request& {
     Request& r = requests.emplace_back();
     r.problem.op = call.op;

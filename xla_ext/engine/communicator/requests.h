@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/reduce.h"
+#include "base/short_vector.h"
 #include "base/status.h"
 #include "collective/schedule.h"
 #include "engine/call/descriptor.h"
@@ -32,6 +33,7 @@ struct Request {
     return in.bytes() / Width(arithmetic.dtype) * Width(arithmetic.wire);
   }
 };
+using Requests = ShortVector<Request, 1>;
 
 // Checks that rank `rank` of `size` can do its part of the call: the rows, the root and
 // the element types. Fails with kInvalidArgument, or with kFailedPrecondition if the
@@ -39,7 +41,7 @@ struct Request {
 Status CheckCall(const Call& call, int rank, int size);
 
 // Returns the requests of a call that CheckCall accepts. Empty tensors have no request.
-std::vector<Request> Split(const Call& call, int rank, int size);
+Requests Split(const Call& call, int rank, int size);
 
 // Returns the part of call.rows that belongs to tensor `i`.
 inline std::span<const int64_t> RowsOf(const Call& call, size_t i, size_t per_tensor) {

@@ -20,12 +20,12 @@ namespace ringjax {
 // An operation as its caller submits it, with the addresses of its tensors.
 struct EagerRequest {
   Submission what;
-  std::vector<void*> ins;  // one address for each tensor
+  ShortVector<void*, 1> ins;  // one address for each tensor
   // The addresses for the results. For allreduce, broadcast and reducescatter, one for
   // each tensor, which may be the address of the input. For allgather and alltoall,
   // empty or one for each tensor. The core allocates the memory of a result if `outs`
   // is empty or the memory of the caller does not have exactly the size of the result.
-  std::vector<void*> outs;
+  ShortVector<void*, 1> outs;
   // The size in bytes of the memory at each address in `outs`. May be empty for
   // operations whose result sizes do not depend on other ranks.
   std::vector<uint64_t> rooms;

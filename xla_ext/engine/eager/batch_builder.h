@@ -27,7 +27,7 @@ struct Batch {
 
   Call call;
   std::string name;
-  std::vector<TaskPtr> tasks;                // tasks of this rank
+  ShortVector<TaskPtr, 1> tasks;             // tasks of this rank
   std::vector<std::vector<Output>> outputs;  // results in memory of the core, by task
   std::vector<std::shared_ptr<void>> joined_memory;  // if this rank has joined
   // The in-place allreduces, which the call first reduces into other memory, so that

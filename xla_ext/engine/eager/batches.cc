@@ -79,7 +79,10 @@ void Batches::Add(Ready ready) {
     ++of_kind;
     if (fullest == open_.end() || bin->bytes > fullest->bytes) fullest = bin;
   }
-  if (of_kind == kMaxOpen) open_.erase(fullest);
+  if (of_kind == kMaxOpen) {
+    std::move(fullest + 1, open_.end(), fullest);
+    open_.pop_back();
+  }
   open_.push_back({kind, decisions_->size(), bytes});
   Append(DecisionToRun(std::move(ready)));
 }

@@ -44,7 +44,7 @@ class Batches {
 
   uint64_t threshold_;
   std::vector<Decision>* decisions_;
-  std::vector<Bin> open_;  // a map would be slower for the few kinds of a program
+  ShortVector<Bin, 1> open_;  // a map would be slower for the few kinds of a program
 };
 
 }  // namespace ringjax

@@ -39,7 +39,7 @@ Status DecisionRunner::RunDecision(const Decision& decision, const Piggyback* va
       RJ_TRY(ConfirmRound());
       record_.RecordEnd(decision, decision.status);
       if (const TaskPtr task = Mine(decision.fused[0], communicator_->rank()))
-        tasks_.Finish({task}, decision.status, nullptr);
+        tasks_.Finish({&task, 1}, decision.status, nullptr);
       break;
     case Decision::Kind::kJoined:
       RJ_TRY(ConfirmRound());

@@ -36,8 +36,7 @@ struct Difference {
 // Returns whether two factors count as equal. Unlike with ==, two NaNs do.
 bool SameText(double a, double b) { return a == b || (a != a && b != b); }
 
-bool EqualDims(const std::vector<int64_t>& a, const std::vector<int64_t>& b,
-               bool ragged) {
+bool EqualDims(std::span<const int64_t> a, std::span<const int64_t> b, bool ragged) {
   if (a.size() != b.size()) return false;
   const auto skip = ragged && !a.empty() ? 1 : 0;
   return std::equal(a.begin() + skip, a.end(), b.begin() + skip);

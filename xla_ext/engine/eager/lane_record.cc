@@ -51,7 +51,7 @@ void LaneRecord::Failed(const Submission& s, const std::string& why) const {
   if (recording_) recording_->Failed(RowOf(s), why);
 }
 
-void LaneRecord::Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+void LaneRecord::Report(std::span<const TaskPtr> tasks, Clock::time_point agreed,
                         const Status& status) const {
   const auto& recorder = communicator_->options().recorder;
   if (!recorder) return;

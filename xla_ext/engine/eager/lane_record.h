@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ class LaneRecord {
   void Failed(const Submission& s, const std::string& why) const;
   // Adds an event for each task to the recorder. `agreed` is the time at which all
   // ranks had submitted the tasks, or a default time_point if some rank never did.
-  void Report(const std::vector<TaskPtr>& tasks, Clock::time_point agreed,
+  void Report(std::span<const TaskPtr> tasks, Clock::time_point agreed,
               const Status& status) const;
 
  private:

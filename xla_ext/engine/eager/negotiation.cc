@@ -129,8 +129,8 @@ bool Negotiation::State::ReadEqual(const std::vector<std::string>& messages,
     return false;
   NegotiationReader reader(own, options.size);
   if (!reader.Open(round)) return false;
-  std::vector<SubmissionPtr> all, new_ones;
-  std::vector<uint32_t> numbers;
+  ShortVector<SubmissionPtr, 4> all, new_ones;
+  ShortVector<uint32_t, 8> numbers;
   NegotiationItem item;
   // Two items may have one key. Then a rank has submitted an operation twice, an error
   // that Apply finds.

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "base/short_vector.h"
 #include "base/status.h"
 #include "engine/eager/submission.h"
 
@@ -46,7 +47,7 @@ struct Decision {
   Kind kind = Kind::kRun;
   // For kRun, the operations that one Call runs. For kFail, the one operation that
   // fails, on the ranks with an entry in by_rank. Empty for kJoined.
-  std::vector<Ready> fused;
+  ShortVector<Ready, 1> fused;
   Status status;         // kFail: the error
   int last_joined = -1;  // kJoined: the rank, in the set, that joined last
 

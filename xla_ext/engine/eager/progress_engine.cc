@@ -106,7 +106,7 @@ void ProgressEngine::FailAll(const Status& cause) {
   const auto& recorder = communicator_->options().recorder;
   if (recorder && cause.rank() >= 0) recorder->Dump(cause.message());
   for (const TaskPtr& task : tasks)
-    tasks_.Finish({task}, state_.WithContext(task->Describe(), cause), nullptr);
+    tasks_.Finish({&task, 1}, state_.WithContext(task->Describe(), cause), nullptr);
   tasks_.FinishJoin(state_.WithContext(kJoinTitle, cause), -1);
 }
 
@@ -304,7 +304,7 @@ void ProgressEngine::SubmitAgain(const PendingTasks& all, int culprit) {
     status = state_.WithContext(task->Describe(),
                                 Status(status.code(), status.message(), culprit));
     record_.Failed(*task, status.message());
-    tasks_.Finish({task}, status, nullptr);
+    tasks_.Finish({&task, 1}, status, nullptr);
   }
   if (!all.joins) return;
   const auto change =

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "engine/call/descriptor.h"
 #include "engine/call/hash.h"
 
 namespace ringjax {

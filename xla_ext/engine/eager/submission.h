@@ -14,8 +14,10 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/short_vector.h"
 #include "base/status.h"
 #include "collective/schedule.h"
+#include "engine/call/descriptor.h"
 
 namespace ringjax {
 
@@ -24,7 +26,7 @@ namespace ringjax {
 struct Submission {
   struct Piece {
     DType dtype = DType::kF32;
-    std::vector<int64_t> dims;
+    Dims dims;
     bool operator==(const Piece&) const = default;
     uint64_t bytes() const;
   };
@@ -37,7 +39,7 @@ struct Submission {
   bool cuda = false;
   bool alone = false;   // whether the operation must not be fused with others
   bool placed = false;  // whether the rank has memory for the results
-  std::vector<Piece> tensors;
+  ShortVector<Piece, 1> tensors;
   // For alltoall: the number of rows for each rank of the process set, first those of
   // tensor 0, then those of tensor 1, and so on. Empty means equal parts.
   std::vector<int64_t> splits;

@@ -22,7 +22,7 @@ namespace ringjax {
 struct Task : Submission {
   Task(Submission what, std::shared_ptr<Gate> gate, uint64_t stream)
       : Submission(std::move(what)), work(std::move(gate), stream) {}
-  std::vector<void*> ins, outs;
+  ShortVector<void*, 1> ins, outs;
   std::vector<uint64_t> rooms;  // see EagerRequest
   DevicePointPtr mark;
   void* keep = nullptr;

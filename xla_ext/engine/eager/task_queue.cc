@@ -131,7 +131,7 @@ bool TaskQueue::Take(std::vector<TaskPtr>* taken) {
   return joins && !joins_;
 }
 
-void TaskQueue::Finish(const std::vector<TaskPtr>& tasks, const Status& status,
+void TaskQueue::Finish(std::span<const TaskPtr> tasks, const Status& status,
                        std::vector<std::vector<Output>>* outputs,
                        const std::shared_ptr<DevicePoint>& end) {
   {

@@ -102,7 +102,7 @@ class TaskQueue {
   // Completes all `tasks` with `status`. `outputs` is null or has the outputs of each
   // task. `end` is the point at which the device has finished the tasks, or null
   // without a device.
-  void Finish(const std::vector<TaskPtr>& tasks, const Status& status,
+  void Finish(std::span<const TaskPtr> tasks, const Status& status,
               std::vector<std::vector<Output>>* outputs,
               const std::shared_ptr<DevicePoint>& end = nullptr);
   void FinishJoin(const Status& status, int last_joined);

@@ -13,6 +13,7 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "engine/call/descriptor.h"
 
 namespace ringjax {
 
@@ -36,7 +37,7 @@ using DevicePointPtr = std::shared_ptr<DevicePoint>;
 struct Output {
   std::shared_ptr<void> memory;
   DType dtype = DType::kF32;
-  std::vector<int64_t> dims;
+  Dims dims;
   std::vector<int64_t> received;  // rows from each rank
 };
 
