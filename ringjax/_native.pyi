@@ -448,7 +448,7 @@ class EagerLane:
 
         Returns:
             False if nothing was submitted, because `array` or `out` has no suitable
-            buffer.
+            buffer, `reduce_op` is no ReduceOp, or a factor is no number.
 
         Raises:
             ValueError: `out` has another number of rows than the result of an allgather

@@ -57,18 +57,13 @@ def run_if_plain(
     """Runs an operation on a contiguous numpy array by one native call.
 
     The usual way by a handle takes longer than a short operation. For the same reason
-    this function checks the usual types first, and calls other functions of Python only
-    for other types.
+    the native core checks the arguments here, and the usual way makes the errors.
 
     Returns:
-        The result. If `tensor` or `out` is not a contiguous numpy array, this function
-        submits nothing and returns None, and the caller must submit the operation.
+        The result. If `tensor` or `out` is not a contiguous numpy array, or another
+        argument is unusual or wrong, this function submits nothing and returns None,
+        and the caller must submit the operation.
     """
-    if type(reduce_op) is not ReduceOp:
-        reduce_op = lane.reduce_op(op, reduce_op)
-    if type(prescale) is not float or type(postscale) is not float:
-        prescale = lane.as_float(op, "prescale_factor", prescale)
-        postscale = lane.as_float(op, "postscale_factor", postscale)
     if type(tensor) is not np.ndarray:
         return None
     native = runtime.lane(process_set, op)
@@ -99,28 +94,6 @@ def run_if_plain(
     except _native.StatusError as error:
         raise errors.from_status(error) from None
     return out if submitted else None
-
-
-def run_reduction(
-    collective: str,
-    tensor: AnyArray,
-    op: int,
-    name: str | None,
-    prescale: float,
-    postscale: float,
-    process_set: runtime.ProcessSet,
-    out: AnyArray,
-) -> AnyArray:
-    """Runs an allreduce or reducescatter of one tensor and returns its result."""
-    result = run_if_plain(
-        collective, tensor, out, name, process_set, op, prescale, postscale
-    )
-    if result is not None:
-        return result
-    options = lane.reduction_options(collective, op, prescale, postscale) | lane.WAITS
-    return submit_reduction(
-        collective, [tensor], name, process_set, as_list(out), options, pick=first
-    ).wait()
 
 
 def submit_reduction(

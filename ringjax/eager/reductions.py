@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray
-from ringjax.eager.operations import as_list, first, run_reduction, submit_reduction
+from ringjax.eager.operations import as_list, first, run_if_plain, submit_reduction
 from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -85,16 +85,28 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    return run_reduction(
+    result = run_if_plain(
         "allreduce",
         tensor,
-        op,
+        out,
         name,
+        process_set,
+        op,
         prescale_factor,
         postscale_factor,
-        process_set,
-        out,
     )
+    if result is not None:
+        return result
+    options = lane.reduction_options("allreduce", op, prescale_factor, postscale_factor)
+    return submit_reduction(
+        "allreduce",
+        [tensor],
+        name,
+        process_set,
+        as_list(out),
+        options | lane.WAITS,
+        pick=first,
+    ).wait()
 
 
 def grouped_allreduce_async(
@@ -193,16 +205,30 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    return run_reduction(
+    result = run_if_plain(
         "reducescatter",
         tensor,
-        op,
+        out,
         name,
+        process_set,
+        op,
         prescale_factor,
         postscale_factor,
-        process_set,
-        out,
     )
+    if result is not None:
+        return result
+    options = lane.reduction_options(
+        "reducescatter", op, prescale_factor, postscale_factor
+    )
+    return submit_reduction(
+        "reducescatter",
+        [tensor],
+        name,
+        process_set,
+        as_list(out),
+        options | lane.WAITS,
+        pick=first,
+    ).wait()
 
 
 def grouped_reducescatter_async(

@@ -130,20 +130,42 @@ BoundWork RunNow(const std::shared_ptr<BoundLane>& self, EagerRequest&& request,
   return waiting;
 }
 
+// Reads a ReduceOp of Python, or an equal int. Returns false for other objects.
+bool ReadReduceOp(PyObject* o, int* code) {
+  if (!PyLong_Check(o) || PyBool_Check(o)) return false;
+  int overflow = 0;
+  const long number = PyLong_AsLongAndOverflow(o, &overflow);
+  *code = static_cast<int>(number);
+  return overflow == 0 && number >= 0 && number <= static_cast<int>(ReduceOp::kProduct);
+}
+
+// Reads a float or an int that a float can hold. Returns false for other objects.
+bool ReadFactor(PyObject* o, double* factor) {
+  if (!PyFloat_Check(o) && !PyLong_Check(o)) return false;
+  *factor = PyFloat_AsDouble(o);
+  if (*factor != -1 || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+
 // Runs one operation on an array that Plain can describe, with the result in another
-// such array or in place. If the arrays do not allow that, does nothing and returns
+// such array or in place. If the arguments do not allow that, does nothing and returns
 // false. `name`: a str, or a callable that returns one. `reduce_op`: a ReduceOp of
 // Python, which nanobind would convert to an int in a second attempt, after all other
 // arguments a first time.
 bool RunPlain(const std::shared_ptr<BoundLane>& self, int op, nb::object name,
               nb::handle array, nb::handle out, nb::handle reduce_op, int root,
-              double prescale, double postscale, double timeout) {
+              nb::handle prescale, nb::handle postscale, double timeout) {
+  Kind options{op, 0, root, 1, 1, timeout};
+  if (!ReadReduceOp(reduce_op.ptr(), &options.reduce_op) ||
+      !ReadFactor(prescale.ptr(), &options.prescale) ||
+      !ReadFactor(postscale.ptr(), &options.postscale))
+    return false;
   Plain in, result;
   if (!in.Look(array.ptr(), false) || !result.Look(out.ptr(), true)) return false;
   if (in.dims().empty() ? !result.dims().empty() : !result.IsLike(in)) return false;
   EagerRequest request;
-  const auto code = static_cast<int>(AsNumber(reduce_op.ptr()));
-  Kind{op, code, root, prescale, postscale, timeout}.Describe(&request);
+  options.Describe(&request);
   const Collective kind = request.what.op;
   const bool ragged = kind == Collective::kAllgather || kind == Collective::kAlltoall;
   const bool whole = !ragged && kind != Collective::kReducescatter;
