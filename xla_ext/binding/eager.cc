@@ -138,15 +138,15 @@ nb::ndarray<nb::array_api> OutputOf(const BoundWork& self, size_t i) {
 nb::dict Stats(const BoundLane& self) {
   const EagerStats s = self.lane.stats();
   nb::dict d;
-  d["rounds"] = s.rounds;
-  d["message_bytes"] = s.message_bytes;
-  d["submissions"] = s.submissions;
-  d["cached"] = s.cached;
-  d["calls"] = s.calls;
-  d["fused"] = s.fused;
-  d["failures"] = s.failures;
-  d["driven"] = s.driven;
-  d["piggybacked"] = s.piggybacked;
+  d["rounds"] = uint64_t{s.rounds};
+  d["message_bytes"] = uint64_t{s.message_bytes};
+  d["submissions"] = uint64_t{s.submissions};
+  d["cached"] = uint64_t{s.cached};
+  d["calls"] = uint64_t{s.calls};
+  d["fused"] = uint64_t{s.fused};
+  d["failures"] = uint64_t{s.failures};
+  d["driven"] = uint64_t{s.driven};
+  d["piggybacked"] = uint64_t{s.piggybacked};
   return d;
 }
 

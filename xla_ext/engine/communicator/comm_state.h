@@ -134,7 +134,8 @@ struct CommState {
   Status RequireLinks(std::span<const int> peers);
   // Returns a waiter for one call of this communicator.
   Waiter NewWaiter() const {
-    return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds, oversubscribed);
+    return Waiter(doorbell.get(), &abort.flag(), options.spin_seconds,
+                  ranks_per_cpu > 1);
   }
 
   // After construction only `cost` and `algorithm` change, in SetCostModel, which holds
@@ -151,7 +152,7 @@ struct CommState {
   const bool repairs;  // see ResilientComm::repairs
   const std::shared_ptr<Progress> progress;
   Endpoints endpoints;
-  bool oversubscribed = false;  // this host has more ranks than CPUs
+  long ranks_per_cpu = 1;  // the ranks of this host for each of its CPUs, rounded up
   AbortState abort;
   std::atomic<uint64_t> finished{0};  // sequence number of the call finished last
 };

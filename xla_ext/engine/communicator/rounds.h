@@ -42,6 +42,8 @@ class Rounds {
   Status Exchange(const std::string& own, std::vector<std::string>* all,
                   Piggyback* piggyback = nullptr);
 
+  // The ranks of this host for each of its CPUs, rounded up.
+  long ranks_per_cpu() const { return state_.ranks_per_cpu; }
   // Returns whether all ranks rely on a finished round as on a finished call, because
   // no epoch can follow. If false, some ranks may continue without the messages of the
   // round.

@@ -29,7 +29,7 @@ struct NegotiationItem {
   Kind kind = Kind::kDescription;
   uint64_t first = 0, count = 0;
   double seconds = 0;
-  SubmissionPtr submission;
+  SubmissionPtr submission = {};
   std::string text = {};
 };
 
