@@ -104,6 +104,14 @@ def _launch(
         words[0] = _program(words[0], python)
         library = {} if own else _mpich_library(folder)
         return Launch([*words, "-n", str(ranks)], environment=library)
+    if entry.launcher == "impi":
+        own = shutil.which("mpiexec.hydra", path=_beside(python))
+        if own is None:
+            raise Absent(f"no mpiexec.hydra beside {python}")
+        # Without this variable, ranks that wait do not let other ranks use the core.
+        crowded = ranks > (os.cpu_count() or 1)
+        yields = {"I_MPI_THREAD_YIELD": "2"} if crowded else {}
+        return Launch([own, "-n", str(ranks)], environment=yields)
     return Launch(each=True)
 
 

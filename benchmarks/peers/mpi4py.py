@@ -1,4 +1,4 @@
-"""Open MPI and MPICH, through mpi4py."""
+"""Open MPI, MPICH and Intel MPI, through mpi4py."""
 
 from __future__ import annotations
 

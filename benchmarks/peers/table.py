@@ -29,8 +29,8 @@ class Entry:
     Attributes:
       kind: the adapter of the peer.
       modules: the modules that the peer needs.
-      launcher: the launcher: "ringrun", "mpirun", "mpich" or "horovodrun". If it is
-        empty, the benchmark starts the ranks and sets the rank of each.
+      launcher: the launcher: "ringrun", "mpirun", "mpich", "impi" or "horovodrun".
+        If it is empty, the benchmark starts the ranks and sets the rank of each.
       options: options of ringrun.
       environment: additional variables for ringrun.
       usual: whether comparisons contain the peer by default.
@@ -76,7 +76,8 @@ PEERS = {
     "horovod": Entry(Horovod, ("horovod", "torch"), "horovodrun"),
     "mpi4py": Entry(Mpi4py, ("mpi4py",), "mpirun"),
     "mpich": Entry(Mpi4py, ("mpi4py",), "mpich"),
+    "impi": Entry(Mpi4py, ("mpi4py",), "impi"),
     "mpi4jax": Entry(Mpi4jax, ("mpi4jax", "mpi4py"), "mpirun"),
 }
 # The peers with which the others are compared if there is no limit.
-MPI = ("mpi4py", "mpich")
+MPI = ("mpi4py", "mpich", "impi")

@@ -143,6 +143,7 @@ def test_a_missing_module_or_program_is_named(tmp_path: Path) -> None:
     for launcher, text in (
         ("mpirun", "no program no-such-mpirun here"),
         ("mpich", "no program no-such-mpich here"),
+        ("impi", "no mpiexec.hydra beside"),
     ):
         entry = Entry(PEERS["mpi4py"].kind, (), launcher)
         with pytest.raises(launchers.Absent, match=text):
