@@ -37,10 +37,10 @@ with open(sys.argv[1] + f"/{ringjax.rank()}", "w", buffering=1) as file:
             step(x).block_until_ready()
         file.write(f"{time.monotonic()}\\n")
 """
-SIEGE = """
+DISTURB = """
 import sys
 from support import strangers
-print(strangers.besiege(*sys.argv[1:3], *map(float, sys.argv[3:])))
+print(strangers.disturb(*sys.argv[1:3], *map(float, sys.argv[3:])))
 """
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of one turn")
     parser.add_argument("--rate", type=float, default=200, help="connections a second")
     options = parser.parse_args(arguments)
-    rates: dict[str, list[float]] = {"peace": [], "siege": []}
+    rates: dict[str, list[float]] = {"alone": [], "disturbed": []}
     visits = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,19 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     raise RuntimeError(job.logs())
                 time.sleep(0.1)  # no event reports that the ranks have written lines
             for _ in range(options.turns):
-                rates["peace"].append(rate(lines, options.seconds))
-                siege = besiege(
+                rates["alone"].append(rate(lines, options.seconds))
+                strangers = disturb(
                     job.id, name_of(job.rank_pid(0)), options.seconds + 1, options.rate
                 )
                 time.sleep(0.5)  # the program that connects starts meanwhile
-                rates["siege"].append(rate(lines, options.seconds))
-                visits += int(siege.communicate()[0])
+                rates["disturbed"].append(rate(lines, options.seconds))
+                visits += int(strangers.communicate()[0])
                 if job.poll() is not None:
                     raise RuntimeError(job.logs())
-    peace, under = (statistics.median(rates[kind]) for kind in ("peace", "siege"))
-    print(f"{peace:.0f} steps a second in peace, {under:.0f} under siege by", end=" ")
+    alone, disturbed = (statistics.median(found) for found in rates.values())
+    print(
+        f"{alone:.0f} steps a second without strangers, {disturbed:.0f} with", end=" "
+    )
     print(f"{visits / options.turns / (options.seconds + 1):.0f} connections a second:")
-    print(f"{100 * (under / peace - 1):+.1f} %")
+    print(f"{100 * (disturbed / alone - 1):+.1f} %")
     print(json.dumps(rates))
 
 
@@ -88,10 +90,10 @@ def rate(lines: Path, seconds: float) -> float:
     return 20 * (len(times) - 1) / (times[-1] - times[0])
 
 
-def besiege(job: str, name: str, seconds: float, rate: float) -> subprocess.Popen[str]:
+def disturb(job: str, name: str, seconds: float, rate: float) -> subprocess.Popen[str]:
     """Runs the strangers in a process of their own."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    words = ["nice", "-n", "19", sys.executable, "-c", SIEGE]
+    words = ["nice", "-n", "19", sys.executable, "-c", DISTURB]
     return subprocess.Popen(
         [*words, job, name, str(seconds), str(rate)],
         env={**os.environ, "PYTHONPATH": path},
