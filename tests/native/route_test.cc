@@ -87,15 +87,17 @@ TEST(RoutesBetweenHosts) {
 }
 
 TEST(ShortAlltoallsOfManyRanksOnSeveralHostsTakeFewMessages) {
-  Hosts hosts(64);
-  for (size_t r = 0; r < hosts.size(); ++r) hosts[r] = static_cast<int>(r / 8);
-  const auto route = [&](uint64_t bytes, bool even) {
+  const auto route = [&](int per_host, uint64_t bytes, bool even) {
+    Hosts hosts(64);
+    for (int r = 0; r < 64; ++r) hosts[static_cast<size_t>(r)] = r / per_host;
     return RouteName(Collective::kAlltoall, hosts, bytes, "", false, ReduceOp::kSum,
                      even);
   };
-  CHECK_EQ(route(4 << 10, true), "bruck");
-  CHECK_EQ(route(4 << 10, false), "pairwise");
-  CHECK_EQ(route(1 << 20, true), "pairwise");
+  for (const int per_host : {1, 8}) {
+    CHECK_EQ(route(per_host, 4 << 10, true), per_host == 1 ? "bruck" : "hierarchical");
+    CHECK_EQ(route(per_host, 4 << 10, false), "pairwise");
+    CHECK_EQ(route(per_host, 16 << 20, true), "pairwise");
+  }
   // The same ranks without a shared segment on one host.
   const Topology one_host{0, 64, Hosts(64)};
   CHECK_EQ(Choose(Collective::kAlltoall, "", 4 << 10, one_host, {}).value()->name,
@@ -136,22 +138,34 @@ void CheckAlltoalls(Communicator& c, size_t size, int64_t more) {
   }
 }
 
+// Runs even and uneven alltoalls, of which only the even ones use `algorithm`.
+void CheckForced(const Hosts& hosts, const std::string& algorithm) {
+  World world(hosts, "alltoall:" + algorithm);
+  world.Each([&](Communicator& c) {
+    CheckAlltoalls(c, hosts.size(), 0);
+    CheckAlltoalls(c, hosts.size(), 1);
+  });
+  const auto counts = world.ranks[0]->log().stats().at("alltoall").algorithms;
+  CHECK_EQ(counts.size(), 2u);
+  CHECK_EQ(counts.at(algorithm), 4u);
+  CHECK_EQ(counts.at("pairwise"), 4u);
+}
+
 TEST(OnlyEvenAlltoallsOfSeveralHostsUseBrucksAlgorithm) {
   for (const size_t size : {2, 3, 5, 7, 16}) {
     for (size_t per_host = 1; per_host < std::min<size_t>(size, 4); ++per_host) {
       Hosts hosts;
       for (size_t r = 0; r < size; ++r) hosts.push_back(static_cast<int>(r / per_host));
-      World world(hosts, "alltoall:bruck");
-      world.Each([&](Communicator& c) {
-        CheckAlltoalls(c, size, 0);
-        CheckAlltoalls(c, size, 1);
-      });
-      const auto counts = world.ranks[0]->log().stats().at("alltoall").algorithms;
-      CHECK_EQ(counts.size(), 2u);
-      CHECK_EQ(counts.at("bruck"), 4u);
-      CHECK_EQ(counts.at("pairwise"), 4u);
+      CheckForced(hosts, "bruck");
     }
   }
+}
+
+TEST(OnlyEvenAlltoallsOfEvenHostsAreHierarchical) {
+  for (const Hosts& hosts :
+       {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0}, Hosts{0, 1, 2, 0, 1, 2},
+        Hosts{0, 0, 0, 1, 1, 1}, Hosts{0, 0, 1, 1, 2, 2, 3, 3, 4, 4}})
+    CheckForced(hosts, "hierarchical");
 }
 
 TEST(CountsThatDifferAreNotEven) {

@@ -48,16 +48,23 @@ for dtype in ("bool", "uint8", "float16", "int64", "complex128"):
             assert result.dtype == x.dtype and np.array_equal(result, want)
         last = {c["name"]: c["algorithm"] for c in ringjax.recent_calls()}
         if rows:
-            expected = "pairwise" if more else "bruck"
+            forced = os.environ["RINGJAX_ALGORITHM"].partition(":")[2]
+            expected = "pairwise" if more else forced
             assert last == {"e": expected, "c": expected}, (last, rows, more)
 ringjax.shutdown()
 """
 
 
-@pytest.mark.parametrize(("size", "per_host"), [(2, 1), (3, 2), (5, 2), (7, 3)])
-def test_even_alltoalls_use_brucks_algorithm(
-    start_job: StartJob, size: int, per_host: int
+@pytest.mark.parametrize(
+    ("algorithm", "size", "per_host"),
+    [
+        *(("bruck", *hosts) for hosts in ((2, 1), (3, 2), (5, 2), (7, 3))),
+        *(("hierarchical", *hosts) for hosts in ((4, 2), (6, 3))),
+    ],
+)
+def test_only_even_alltoalls_use_the_algorithm(
+    start_job: StartJob, algorithm: str, size: int, per_host: int
 ) -> None:
-    env = {"PER_HOST": str(per_host), "RINGJAX_ALGORITHM": "alltoall:bruck"}
+    env = {"PER_HOST": str(per_host), "RINGJAX_ALGORITHM": f"alltoall:{algorithm}"}
     job = start_job(size, SCRIPT, env=env | {"RINGJAX_CALIBRATE": "off"})
     assert job.wait(55) == 0, job.logs()

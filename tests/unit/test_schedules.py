@@ -66,7 +66,7 @@ def applies(op: str, algorithm: str, host: list[int]) -> bool:
         return True
     ranks = [host.count(h) for h in sorted(set(host))]
     several = 1 < len(ranks) < len(host)
-    needs_even = op in ("allgather", "reducescatter")
+    needs_even = op in ("allgather", "reducescatter", "alltoall")
     return several and (not needs_even or len(set(ranks)) == 1)
 
 
@@ -316,6 +316,13 @@ def test_hierarchical_numbers_on_even_hosts(hosts: int, ranks: int) -> None:
         assert report["steps"] == 1 + (hosts - 1)
         leaving = (hosts - 1) * n // hosts
         assert crossing(op, "hierarchical", n, host) == [leaving] * hosts
+
+    report = prove(
+        "alltoall", "hierarchical", even_counts("alltoall", len(host), n), host
+    )
+    assert report["steps"] == 2
+    leaving = ranks * n * (hosts - 1) // hosts
+    assert crossing("alltoall", "hierarchical", n, host) == [leaving] * hosts
 
 
 @pytest.mark.parametrize("root", [0, 3])

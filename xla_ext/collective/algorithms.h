@@ -74,6 +74,7 @@ RJ_ALGORITHM(HierarchicalBroadcast);
 
 RJ_ALGORITHM(PairwiseAlltoall);
 RJ_ALGORITHM(BruckAlltoall);
+RJ_ALGORITHM(HierarchicalAlltoall);
 
 #undef RJ_ALGORITHM
 

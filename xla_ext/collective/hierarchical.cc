@@ -9,7 +9,11 @@
 //                        halving.cc says what is added if H is not a power of two
 //   allgather, even      1 + (H - 1)                    (H - 1) / H n
 //   reducescatter, even  1 + (H - 1)                    (H - 1) / H n
+//   alltoall, even       2                              (H - 1) / H n L
 //   broadcast            ceil(log2 H) + ceil(log2 L)    ceil(log2 H) n, root's host
+//
+// Between hosts, a rank of the alltoall has H - 1 messages of L blocks, and not P - L
+// messages of one block.
 //
 // Hosts are *even* if all have the same number of ranks. Then the ranks with index i in
 // their hosts form a group, *rail* i, that moves part i of the vector between hosts, so
@@ -210,6 +214,70 @@ Schedule HierarchicalReducescatter(const Problem& problem, const Topology& topol
   return builder.Take();
 }
 
+namespace {
+
+bool AreConsecutive(const std::vector<int>& ranks) {
+  return ranks.back() - ranks.front() == static_cast<int>(ranks.size()) - 1;
+}
+
+}  // namespace
+
+// First the ranks of a host exchange blocks, so that each rank has all blocks of its
+// host for its rail. Then the ranks of the rail exchange these blocks. The vector of
+// the builder consists of the blocks that this rank sends, by receiver; the blocks that
+// it collects, by host and sender; and those that it receives, by host and sender.
+Schedule HierarchicalAlltoall(const Problem& problem, const Topology& topology) {
+  if (!problem.even) return PairwiseAlltoall(problem, topology);
+  const HostRanks hosts = Hosts(topology);
+  const Position position(hosts, topology.rank);
+  const Group rail = position.Rail(hosts);
+  const Group& local = position.local;
+  const uint64_t count = problem.counts[0];
+  const int size = topology.size, each = local.size();
+  const auto at = [&](int first, int n = 1) {
+    return Range{static_cast<uint64_t>(first) * count,
+                 static_cast<uint64_t>(n) * count};
+  };
+  const auto slice = [&](Region region, int first, int n = 1) {
+    return Slice{region, at(first).offset, at(first, n).count};
+  };
+  ScheduleBuilder builder;
+  for (int s = 1; s <= rail.size(); ++s) {  // the own host is last
+    const int host = Wrap(rail.index + s, rail.size());
+    const std::vector<int>& there = hosts[static_cast<size_t>(host)];
+    const auto place = [&](int i) {  // where the block from the local rank i belongs
+      return host == rail.index ? slice(Region::kOut, local.At(i))
+                                : slice(Region::kScratch, host * each + Wrap(i, each));
+    };
+    for (int i = 1; i < each; ++i) {
+      const int to = local.index + i, from = local.index - i;
+      builder.Send(local.At(to), at(there[static_cast<size_t>(Wrap(to, each))]));
+      builder.Recv(local.At(from), at(size + host * each + Wrap(from, each)),
+                   place(from));
+    }
+    if (host == rail.index) {
+      builder.Finish(at(topology.rank), place(local.index));
+      break;
+    }
+    builder.Copy(at(rail.At(host)), place(local.index));
+    const Range collected = at(size + host * each, each);
+    builder.Move(collected, slice(Region::kScratch, host * each, each));
+    builder.Send(rail.At(host), collected);
+    const int source = Wrap(rail.index - s, rail.size());
+    const std::vector<int>& senders = hosts[static_cast<size_t>(source)];
+    const Range arriving = at(2 * size + source * each, each);
+    const bool in_order = AreConsecutive(senders);
+    builder.Recv(rail.At(source), arriving,
+                 in_order ? slice(Region::kOut, senders[0], each)
+                          : slice(Region::kScratch, size + source * each, each));
+    for (int i = 0; i < each && !in_order; ++i)
+      builder.Finish(at(2 * size + source * each + i),
+                     slice(Region::kOut, senders[static_cast<size_t>(i)]));
+  }
+  builder.ReserveScratch(2 * at(size).offset);
+  return builder.Take();
+}
+
 // The leader of the root's host is the root; on other hosts it is the first rank.
 Schedule HierarchicalBroadcast(const Problem& problem, const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
@@ -284,6 +352,19 @@ double HierarchicalAllgatherCost(uint64_t bytes, const Network& net) {
 
 double HierarchicalReducescatterCost(uint64_t bytes, const Network& net) {
   return OnRails(DirectReducescatterCost, bytes, net);
+}
+
+double HierarchicalAlltoallCost(uint64_t bytes, const Network& net) {
+  const Traffic traffic(net);
+  const int hosts = traffic.hosts(), each = traffic.widest();
+  const double block = static_cast<double>(bytes) / net.topology.size;
+  const Topology one_host = FullHost(each), leaders = Leaders(hosts);
+  Traffic inside({one_host, net.model}), between({leaders, net.model});
+  for (int p = 0; p < each; ++p)
+    for (int q = 0; q < each; ++q)
+      if (p != q) inside.Send(p, q, block * hosts, hosts);
+  between.SendAll(block * each * each);
+  return inside.Seconds(1) + between.Seconds(1);
 }
 
 double HierarchicalBroadcastCost(uint64_t bytes, const Network& net) {

@@ -73,6 +73,7 @@ constexpr std::array kTable = {
               SharedAlltoallCost},
     RJ_ROW(kAlltoall, kUneven, PairwiseAlltoall, Always, ""),
     RJ_ROW(kAlltoall, "bruck", BruckAlltoall, HasSeveralHosts, kSeveralHosts),
+    RJ_ROW(kAlltoall, "hierarchical", HierarchicalAlltoall, HasEvenHierarchy, kHosts),
 };
 #undef RJ_ROW
 
