@@ -43,10 +43,10 @@ CommState::CommState(CommunicatorOptions given,
 Status CommState::RequireLinks(std::span<const int> peers) {
   std::vector<int> missing;
   for (int peer : peers)
-    if (!endpoints.links[peer] && peer != rank() &&
-        std::find(missing.begin(), missing.end(), peer) == missing.end())
-      missing.push_back(peer);
+    if (!endpoints.links[peer] && peer != rank()) missing.push_back(peer);
   if (missing.empty()) return OkStatus();
+  std::sort(missing.begin(), missing.end());
+  missing.erase(std::unique(missing.begin(), missing.end()), missing.end());
   return options.open_links(
       missing, [this] { return abort.aborted(); }, &endpoints.links);
 }
