@@ -107,7 +107,8 @@ class Epoch:
                     number, ranks, name, [ranks[peer] for peer in peers]
                 )
             except OutOfDescriptors as error:
-                return [], ranks.index(self.rank_info.rank), str(error)
+                own = ranks.index(self.rank_info.rank)
+                return [], own, f"lacks descriptors: {error}"
             except (PeerLost, Unreachable) as error:
                 lost = [*getattr(error, "ranks", []), getattr(error, "rank", -1)]
                 culprit = next((ranks.index(r) for r in lost if r in ranks), peers[0])

@@ -68,3 +68,28 @@ def test_only_even_alltoalls_use_the_algorithm(
     env = {"PER_HOST": str(per_host), "RINGJAX_ALGORITHM": f"alltoall:{algorithm}"}
     job = start_job(size, SCRIPT, env=env | {"RINGJAX_CALIBRATE": "off"})
     assert job.wait(55) == 0, job.logs()
+
+
+def test_a_rank_without_descriptors_is_named_by_all(start_job: StartJob) -> None:
+    script = """
+import os, resource
+os.environ["RINGJAX_HOSTNAME"] = "host" + os.environ["RINGJAX_RANK"]
+import numpy as np
+import ringjax
+from ringjax import eager
+ringjax.init()
+eager.barrier()
+if ringjax.rank() == 3:  # which has no link to rank 0 yet
+    open_now = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now, open_now))
+try:
+    eager.alltoall(np.ones(ringjax.size(), "f4"))
+except ringjax.errors.PeerLost as error:
+    print("raised:", error.rank, str(error), flush=True)
+"""
+    env = {"RINGJAX_ALGORITHM": "alltoall:pairwise", "RINGJAX_CALIBRATE": "off"}
+    job = start_job(6, script, env=env)
+    job.wait(55)
+    for rank in range(6):
+        text = job.output(rank)
+        assert "raised: 3 " in text and "rank 3 lacks descriptors" in text, job.logs()
