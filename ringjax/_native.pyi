@@ -340,6 +340,34 @@ class Timeline:
     def close(self) -> None:
         """Writes all reports; later reports are dropped."""
 
+def plain_call(
+    op: int,
+    function: Callable[..., Any],
+    *,
+    process_set: Any,
+    array_type: type,
+    new_result: Callable[[Any, Any], Any],
+    next_name: Callable[[Any], str],
+    error_of: Callable[[StatusError], BaseException],
+) -> Callable[..., Any]:
+    """Makes a callable that runs plain calls and passes other calls to `function`.
+
+    The callable is pickled by its attribute `__qualname__`, which the caller sets.
+
+    Args:
+        process_set: the set of a call without a set. All sets have its type.
+        array_type: the type of the tensors of plain calls.
+        new_result: makes the result of a tensor and a process set.
+        next_name: names an operation of a process set that has no name.
+        error_of: makes the exception that replaces a StatusError.
+    """
+
+def set_world(world: object) -> None:
+    """Makes plain calls use `world.lanes.lanes`; None makes all calls not plain."""
+
+def heed_limits() -> None:
+    """Makes plain calls ask their process set for its limit, from now on."""
+
 class EagerLane:
     """Named operations of a process set, submitted in any order from any thread.
 
@@ -431,28 +459,6 @@ class EagerLane:
                 result of another size is in memory of the core.
             cuda: True if the addresses are on a CUDA device, one device for all tensors
                 of this rank. The lane uses them once `stream` has passed this point.
-        """
-    def run_plain(
-        self,
-        op: int,
-        name: str | Callable[[], str],
-        array: Any,
-        out: Any,
-        reduce_op: int,
-        root: int,
-        prescale: float,
-        postscale: float,
-        timeout: float,
-    ) -> bool:
-        """Submits an operation on an array with a buffer, and waits for its result.
-
-        Returns:
-            False if nothing was submitted, because `array` or `out` has no suitable
-            buffer, `reduce_op` is no ReduceOp, or a factor is no number.
-
-        Raises:
-            ValueError: `out` has another number of rows than the result of an allgather
-                or alltoall.
         """
     def run_at(
         self,

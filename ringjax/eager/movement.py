@@ -15,7 +15,7 @@ from ringjax.eager.operations import (
     as_list,
     first,
     operands,
-    run_if_plain,
+    runs_plain,
     submit,
     submit_ragged,
 )
@@ -33,6 +33,7 @@ def allgather_async(
     return _allgather([tensor], name, process_set, as_list(out), first)
 
 
+@runs_plain
 def allgather(
     tensor: AnyArray,
     *,
@@ -59,10 +60,6 @@ def allgather(
         >>> ringjax.eager.allgather(np.array([7])).tolist()
         [7]
     """
-    if out is not None:
-        result = run_if_plain("allgather", tensor, out, name, process_set)
-        if result is not None:
-            return result
     outs = as_list(out)
     return _allgather([tensor], name, process_set, outs, first, waits=True).wait()
 
@@ -134,6 +131,7 @@ def broadcast_async(
     return _broadcast(tensor, root, name, process_set, out)
 
 
+@runs_plain
 def broadcast(
     tensor: AnyArray,
     root_rank: int,
@@ -161,9 +159,6 @@ def broadcast(
         [0, 1, 2]
     """
     root = lane.root_in_set("broadcast", root_rank, process_set)
-    result = run_if_plain("broadcast", tensor, out, name, process_set, root=root)
-    if result is not None:
-        return result
     return _broadcast(tensor, root, name, process_set, out, waits=True).wait()
 
 
@@ -202,6 +197,7 @@ def alltoall_async(
     return _alltoall(tensor, splits, name, process_set, out)
 
 
+@runs_plain
 def alltoall(
     tensor: AnyArray,
     splits: AnyArray = None,
@@ -233,10 +229,6 @@ def alltoall(
         >>> ringjax.eager.alltoall(np.arange(3)).tolist()
         [0, 1, 2]
     """
-    if out is not None and splits is None:
-        result = run_if_plain("alltoall", tensor, out, name, process_set)
-        if result is not None:
-            return result
     return _alltoall(tensor, splits, name, process_set, out, waits=True).wait()
 
 

@@ -7,9 +7,10 @@ arguments of all ranks match.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -17,11 +18,11 @@ from ringjax import _native, errors, runtime
 from ringjax.eager import lane, result_memory
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray, Array, Operand, output_array, to_operand
-from ringjax.ops import ReduceOp
 
 Outs = Sequence[AnyArray] | None
 # A function that makes an operation's result from the list of its result tensors.
 Pick = Callable[[list[AnyArray]], AnyArray]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def first(results: list[AnyArray]) -> AnyArray:
@@ -43,57 +44,32 @@ def operands(op: str, name: str | None, tensors: Sequence[AnyArray]) -> list[Ope
     return [to_operand(op, name, tensor) for tensor in tensors]
 
 
-def run_if_plain(
-    op: str,
-    tensor: AnyArray,
-    out: AnyArray,
-    name: str | None,
-    process_set: runtime.ProcessSet,
-    reduce_op: int = ReduceOp.Sum,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    root: int = 0,
-) -> Array | None:
-    """Runs an operation on a contiguous numpy array by one native call.
+def runs_plain(function: _Function) -> _Function:
+    """Decorates a function of one tensor, named as its operation, which waits.
 
-    The usual way by a handle takes longer than a short operation. For the same reason
-    the native core checks the arguments here, and the usual way makes the errors.
-
-    Returns:
-        The result. If `tensor` or `out` is not a contiguous numpy array, or another
-        argument is unusual or wrong, this function submits nothing and returns None,
-        and the caller must submit the operation.
+    If the tensor and `out` are contiguous numpy arrays and the other arguments are
+    usual, the native core checks and runs a call without `function`, because a short
+    operation takes little longer than a few lines of Python. All other calls, and so
+    all calls with wrong arguments, call `function`.
     """
-    if type(tensor) is not np.ndarray:
-        return None
-    native = runtime.lane(process_set, op)
-    # Each call of next_name advances a counter. So pass next_name to the native core,
-    # which calls it only if it submits the operation.
-    given: str | Callable[[], str]
-    if type(name) is str and name:
-        given = name
-    else:
-        given = lane.check_name(op, name) or partial(lane.next_name, op, process_set)
-    if out is None:
+    op = function.__name__
+
+    def new_result(tensor: Array, process_set: runtime.ProcessSet) -> Array:
         shape = tensor.shape
-        if op == "reducescatter" and shape:
-            shape = lane.scattered_shape(op, name, (0, 0, shape), process_set)
-        out = result_memory.empty(shape, tensor.dtype)
-    try:
-        submitted = native.run_plain(
-            lane.COLLECTIVES[op],
-            given,
-            tensor,
-            out,
-            reduce_op,
-            root,
-            prescale,
-            postscale,
-            process_set.limit(),
-        )
-    except _native.StatusError as error:
-        raise errors.from_status(error) from None
-    return out if submitted else None
+        if op == "reducescatter":
+            shape = lane.scattered_shape(op, None, (0, 0, shape), process_set)
+        return result_memory.empty(shape, tensor.dtype)
+
+    call = _native.plain_call(
+        lane.COLLECTIVES[op],
+        function,
+        process_set=runtime.global_process_set,
+        array_type=np.ndarray,
+        new_result=new_result,
+        next_name=partial(lane.next_name, op),
+        error_of=errors.from_status,
+    )
+    return cast(_Function, functools.update_wrapper(call, function))
 
 
 def submit_reduction(

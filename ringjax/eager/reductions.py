@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ringjax.eager import lane
 from ringjax.eager.handle import Handle
 from ringjax.eager.operands import AnyArray
-from ringjax.eager.operations import as_list, first, run_if_plain, submit_reduction
+from ringjax.eager.operations import as_list, first, runs_plain, submit_reduction
 from ringjax.ops import ReduceOp
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -37,6 +37,7 @@ def allreduce_async(
     )
 
 
+@runs_plain
 def allreduce(
     tensor: AnyArray,
     op: int = ReduceOp.Average,
@@ -85,18 +86,6 @@ def allreduce(
         >>> ringjax.eager.allreduce(np.arange(3.0), name="loss").tolist()
         [0.0, 1.0, 2.0]
     """
-    result = run_if_plain(
-        "allreduce",
-        tensor,
-        out,
-        name,
-        process_set,
-        op,
-        prescale_factor,
-        postscale_factor,
-    )
-    if result is not None:
-        return result
     options = lane.reduction_options("allreduce", op, prescale_factor, postscale_factor)
     return submit_reduction(
         "allreduce",
@@ -177,6 +166,7 @@ def reducescatter_async(
     )
 
 
+@runs_plain
 def reducescatter(
     tensor: AnyArray,
     op: int = ReduceOp.Average,
@@ -205,18 +195,6 @@ def reducescatter(
         >>> ringjax.eager.reducescatter(np.ones((4, 2))).shape == (4, 2)
         True
     """
-    result = run_if_plain(
-        "reducescatter",
-        tensor,
-        out,
-        name,
-        process_set,
-        op,
-        prescale_factor,
-        postscale_factor,
-    )
-    if result is not None:
-        return result
     options = lane.reduction_options(
         "reducescatter", op, prescale_factor, postscale_factor
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ringjax import failpoints
+from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
@@ -97,6 +97,7 @@ def _init(comm: Sequence[int] | None, process_sets: list[ProcessSet]) -> None:
         world.close()
         raise
     _world = world
+    _native.set_world(world)
     try:
         _check_comm(comm, world)
         _register(process_sets)
@@ -172,6 +173,7 @@ def shutdown() -> None:
             with contextlib.suppress(Exception):
                 callback()
         _world = None
+        _native.set_world(None)
         world.close()
 
 
@@ -431,4 +433,5 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # no thread of this child can release the old lock
     if _world is not None:
         _forked = True
+        _native.set_world(None)
         _world.close_in_child()

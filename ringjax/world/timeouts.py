@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from ringjax import _native
+
 JOB_LIMIT = -1.0  # the core's code for RINGJAX_COLLECTIVE_TIMEOUT
 
 _context_limit: ContextVar[float | None] = ContextVar(
@@ -72,6 +74,8 @@ def checked_limit(seconds: object, what: str) -> float:
             f"{what} must be a number of seconds from 0 on, 0 for no limit, not "
             f"{seconds!r}"
         )
+    # Plain calls of ringjax.eager need not look for limits until there is one.
+    _native.heed_limits()
     return 0.0 if math.isinf(number) else number
 
 

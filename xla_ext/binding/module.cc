@@ -70,6 +70,10 @@ void Raise(const Status& status) {
   throw nb::python_error();
 }
 
+bool IsStatusError(const nb::python_error& error) {
+  return error.matches(status_error);
+}
+
 void Defer(nb::python_error error) {
   delete std::exchange(deferred, new nb::python_error(std::move(error)));
   if (Py_AddPendingCall(&RaiseDeferred, nullptr) != 0) PyErr_SetInterrupt();
@@ -313,6 +317,7 @@ NB_MODULE(_native, m) {
   BindSchedules(m);
   BindDevice(m);
   BindEager(m);
+  BindPlainCalls(m);
   BindTensorFlow(m);
   m.def("ffi_targets", [] { return AsTargets(HostHandlers()); });
   m.def("compares_at", &ComparesAt, "step"_a, "every"_a);

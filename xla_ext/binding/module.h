@@ -20,6 +20,7 @@ void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);      // CUDA and NCCL
 void BindEager(nanobind::module_& m);       // named operations
+void BindPlainCalls(nanobind::module_& m);  // calls that avoid Python
 void BindRecorder(nanobind::module_& m);    // events and totals of the calls
 void BindTensorFlow(nanobind::module_& m);  // tensors of TensorFlow's kernels
 
@@ -63,6 +64,8 @@ nanobind::dict AsTargets(const std::vector<std::pair<std::string, void*>>& handl
 nanobind::object ToText(const std::string& s);
 // Raises ringjax._native.StatusError unless `status` is ok.
 void Raise(const Status& status);
+// Returns whether the exception is a ringjax._native.StatusError.
+bool IsStatusError(const nanobind::python_error& error);
 // Keeps an exception of a signal handler until the core has returned; a status of code
 // kCancelled then raises it. Requires the GIL.
 void Defer(nanobind::python_error error);
