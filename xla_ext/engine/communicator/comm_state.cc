@@ -36,7 +36,8 @@ CommState::CommState(CommunicatorOptions given,
   // hardware_concurrency counts the CPUs of the machine, and not only the CPUs to which
   // this process is bound. That is the right count, because a launcher that binds ranks
   // gives each rank CPUs of its own.
-  const long cpus = std::max(1l, static_cast<long>(std::thread::hardware_concurrency()));
+  const long cpus =
+      std::max(1l, static_cast<long>(std::thread::hardware_concurrency()));
   ranks_per_cpu = (neighbours + cpus - 1) / cpus;
 }
 
