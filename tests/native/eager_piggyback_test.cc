@@ -134,6 +134,31 @@ TEST(eager_piggybacked_data_are_the_result) {
   }
 }
 
+// A call is kept for the next operation, which has other memory, may have another
+// description, and may be another operation on one of the ranks.
+TEST(eager_repetitions_have_memory_of_their_own) {
+  for (const size_t tile : {0, 4096}) {
+    Eager world(2, {}, tile);
+    world.Each([&](EagerLane& lane, int rank) {
+      std::vector<Floats> outs(40), want(40);
+      for (size_t i = 0; i < outs.size(); ++i) {
+        Floats in(i % 16 < 8 ? 4 : 6, static_cast<float>(i));
+        outs[i].resize(in.size());
+        EagerRequest request = Place("again", &in, &outs[i]);
+        const bool max = i % 4 == 3;
+        if (max) request.what.reduce_op = ReduceOp::kMax;
+        CHECK(Do(lane, request).ok());
+        want[i].assign(in.size(), (max ? 1.0f : 2.0f) * static_cast<float>(i));
+        Floats other(rank == 0 ? 6 : 5), out(other.size());
+        if (i % 5 == 4)
+          CHECK(Do(lane, Place("again", &other, &out)).code() == Code::kMismatch);
+      }
+      CHECK(outs == want);
+    });
+    CHECK_EQ(world.lanes[0]->stats().piggybacked > 0, tile > 0);
+  }
+}
+
 TEST(eager_long_values_and_groups_are_not_piggybacked) {
   Eager world(2);
   world.Each([&](EagerLane& lane, int) {

@@ -4,7 +4,6 @@
 #include <functional>
 
 #include "engine/call/inline_data.h"
-#include "engine/communicator/requests.h"
 
 namespace ringjax {
 namespace {
@@ -51,21 +50,26 @@ Status Rounds::Exchange(const std::string& own, std::vector<std::string>* all,
   return runner_.InTurn(Round(), std::ref(exchange));  // a copy would allocate memory
 }
 
-Status Rounds::RunPiggybacked(const Call& call,
+Status Rounds::RunPiggybacked(const Call& call, Requests* requests,
                               std::span<const std::span<const std::byte>> values,
                               Clock::time_point agreed) {
   log_.EnterAgreed(agreed);
-  if (Status valid = runner_.Validate(call); !valid.ok())
-    return failures_.WithContext(call, valid);
-  // If the tensor is empty, Split returns no request.
-  for (const Request& r : Split(call, state_.rank(), state_.size())) {
+  if (requests->empty()) {
+    if (Status valid = runner_.Validate(call); !valid.ok())
+      return failures_.WithContext(call, valid);
+    // If the tensor is empty, Split returns no request.
+    *requests = Split(call, state_.rank(), state_.size());
+  }
+  for (const Request& r : *requests) {
+    Spans out;  // not r.out, whose address may be that of an earlier call
+    out.Add(call.tensors[0].out, r.out.bytes());
     Values sorted;
     const int other =
         ReadPiggybacked(r.problem, r.arithmetic, state_.rank(), values, &sorted);
     if (other >= 0)
       return failures_.Fail(
           call, {Code::kInternal, "has told of other bytes than it gave", other});
-    FinishInline(r.problem, r.arithmetic, sorted, state_.rank(), r.out);
+    FinishInline(r.problem, r.arithmetic, sorted, state_.rank(), out);
     log_.Count(r, kShared, "piggyback",
                values[static_cast<size_t>(state_.rank())].size());
   }

@@ -18,6 +18,7 @@
 #include "engine/communicator/comm_state.h"
 #include "engine/communicator/failure_report.h"
 #include "engine/communicator/planner.h"
+#include "engine/communicator/requests.h"
 #include "engine/communicator/stall_monitor.h"
 
 namespace ringjax {
@@ -57,8 +58,10 @@ class Rounds {
   // values[r] is the whole input of rank r, and is empty in a broadcast unless r is the
   // root. The call must have one tensor and be an allreduce or reduce-scatter without
   // prescale, a broadcast, an allgather, or an alltoall with equal splits. `agreed` is
-  // the time at which the round ended.
-  Status RunPiggybacked(const Call& call,
+  // the time at which the round ended. `*requests` receives the requests of the call.
+  // If it already has them, from a call that differed only in its addresses, the call
+  // is neither checked nor split again.
+  Status RunPiggybacked(const Call& call, Requests* requests,
                         std::span<const std::span<const std::byte>> values,
                         Clock::time_point agreed);
 

@@ -151,31 +151,39 @@ Result<std::shared_ptr<void>> BatchBuilder::Allocate(
   return std::shared_ptr<void>(memory, [](void* p) { std::free(p); });
 }
 
-// Adds tensor `i` of an operation whose result sizes do not depend on other ranks. If
-// this rank has joined, adds neutral elements in memory that is freed after the call.
-Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const {
+// Adds the tensors of an operation whose result sizes do not depend on other ranks.
+void BatchBuilder::AddFixed(const Submission& s, Call* call) const {
+  const int rank = communicator_->rank(), size = communicator_->size();
+  for (size_t i = 0; i < s.tensors.size(); ++i) {
+    Tensor& t = call->tensors.emplace_back();
+    t.dtype = s.tensors[i].dtype;
+    t.dims = s.tensors[i].dims;
+    t.room = ResultBytes(s, i, rank, size);
+    if (s.op != Collective::kReducescatter) continue;
+    for (int r = 0; r < size; ++r) call->rows.push_back(ShareOf(t.dims[0], r, size));
+  }
+}
+
+// Sets the addresses of tensor `i` of an operation, which is tensor `tensor` of the
+// call. If this rank has joined, the addresses are those of neutral elements in memory
+// that is freed after the call.
+Status BatchBuilder::Place(const Ready& ready, size_t i, size_t tensor,
+                           Batch* batch) const {
   const Submission& s = *ready.any;
-  const auto& piece = s.tensors[i];
-  Tensor& t = batch->call.tensors.emplace_back();
-  t.dtype = piece.dtype;
-  t.dims = piece.dims;
-  t.room = ResultBytes(s, i, communicator_->rank(), communicator_->size());
-  if (s.op == Collective::kReducescatter)
-    for (int r = 0; r < communicator_->size(); ++r)
-      batch->call.rows.push_back(ShareOf(piece.dims[0], r, communicator_->size()));
-  if (const TaskPtr task = Mine(ready, communicator_->rank())) {
+  Tensor& t = batch->call.tensors[tensor];
+  if (const Task* task = LookAtMine(ready, communicator_->rank())) {
     t.in = task->ins[i];
     t.out = task->outs[i];
     // A call that may run again must not overwrite its inputs
     // (DecisionRunner::MoveAside).
     if (state_.resilient->repairs() && s.op == Collective::kAllreduce &&
         t.in == t.out && communicator_->size() > 1)
-      batch->aside.emplace_back(batch->call.tensors.size() - 1, t.out);
+      batch->aside.emplace_back(tensor, t.out);
     return OkStatus();
   }
   std::vector<std::byte> pattern;
-  if (s.Reduces()) RJ_TRY(NeutralElement(s, piece.dtype, &pattern));
-  auto in = Allocate(s, piece.bytes(), pattern);
+  if (s.Reduces()) RJ_TRY(NeutralElement(s, t.dtype, &pattern));
+  auto in = Allocate(s, t.bytes(), pattern);
   if (!in.ok()) return in.status();
   t.in = t.out = batch->joined_memory.emplace_back(std::move(in.value())).get();
   if (s.op != Collective::kReducescatter) return OkStatus();
@@ -190,7 +198,7 @@ Status BatchBuilder::AddFixed(const Ready& ready, size_t i, Batch* batch) const 
 // exactly the right size, and otherwise to memory that the core allocates.
 Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
                                std::vector<Output>* outputs, Batch* batch) const {
-  const TaskPtr task = Mine(ready, communicator_->rank());
+  const Task* const task = LookAtMine(ready, communicator_->rank());
   const Submission& s = task ? *task : *ready.any;
   const auto size = static_cast<size_t>(communicator_->size());
   const auto rank = static_cast<size_t>(communicator_->rank());
@@ -238,35 +246,51 @@ Status BatchBuilder::AddRagged(const Ready& ready, size_t i,
   return OkStatus();
 }
 
-Status BatchBuilder::Build(const Decision& decision, Batch* batch) const {
+// Describes the call of a decision, but for the tensors of an allgather or alltoall.
+void BatchBuilder::Describe(const Decision& decision, KeptCall* kept) const {
   const Submission& first = *decision.fused[0].any;
-  Call& call = batch->call;
+  kept->only = nullptr;
+  kept->requests.clear();
+  Call& call = kept->call = Call();
   call.op = first.op;
   call.reduce_op = first.reduce_op;
   call.prescale = first.prescale;
   call.postscale = first.postscale;
   call.root = first.root;
   call.rows_known = true;  // all ranks have received all submissions
-  batch->name = first.name;
+  kept->name = first.name;
   if (const size_t more = decision.fused.size() - 1; more > 0)
-    batch->name += " (and " + std::to_string(more) + " more)";
-  call.name = batch->name;
+    kept->name += " (and " + std::to_string(more) + " more)";
+  call.name = kept->name;
   size_t tensors = 0;
   for (const Ready& ready : decision.fused) tensors += ready.any->tensors.size();
   call.tensors.reserve(tensors);
-  const bool ragged = RaggedRows(call.op);
-  size_t next = 0;
+  if (RaggedRows(call.op)) return;
+  for (const Ready& ready : decision.fused) AddFixed(*ready.any, &call);
+  if (decision.fused.size() == 1) kept->only = decision.fused[0].any;
+}
+
+Status BatchBuilder::Build(const Decision& decision, Batch* batch) const {
+  // Each epoch of an elastic job has submissions of its own, so the ranks have not
+  // changed since `only` was described.
+  if (decision.fused.size() > 1 || decision.fused[0].any != batch->kept.only)
+    Describe(decision, &batch->kept);
+  const bool ragged = RaggedRows(batch->call.op);
+  size_t next = 0, tensor = 0;
   for (const Ready& ready : decision.fused) {
-    std::vector<Output>* outputs = ragged && Mine(ready, communicator_->rank())
+    std::vector<Output>* outputs = ragged && LookAtMine(ready, communicator_->rank())
                                        ? &batch->outputs[next++]
                                        : nullptr;
-    for (size_t i = 0; i < ready.any->tensors.size(); ++i)
-      RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch) : AddFixed(ready, i, batch));
+    for (size_t i = 0; i < ready.any->tensors.size(); ++i, ++tensor)
+      RJ_TRY(ragged ? AddRagged(ready, i, outputs, batch)
+                    : Place(ready, i, tensor, batch));
   }
-  call.even = call.op == Collective::kAlltoall &&
-              std::all_of(decision.fused.begin(), decision.fused.end(), [&](auto& r) {
-                return IsEven(r, static_cast<size_t>(communicator_->size()));
-              });
+  batch->call.even =
+      batch->call.op == Collective::kAlltoall &&
+      std::all_of(decision.fused.begin(), decision.fused.end(),
+                  [&](const Ready& ready) {
+                    return IsEven(ready, static_cast<size_t>(communicator_->size()));
+                  });
   return OkStatus();
 }
 

@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "engine/call/descriptor.h"
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/requests.h"
 #include "engine/eager/lane_state.h"
 #include "engine/eager/negotiation.h"
 #include "engine/eager/task.h"
@@ -22,11 +23,23 @@
 
 namespace ringjax {
 
+// A call, which is kept for a decision that repeats the operation of the last one. Then
+// only the addresses of the tensors change.
+struct KeptCall {
+  // The operation that `call` runs alone. Null if `call` runs several operations, or if
+  // its rows depend on the submissions of other ranks.
+  SubmissionPtr only;
+  std::string name;
+  Call call;
+  Requests requests;  // see Rounds::RunPiggybacked
+};
+
 struct Batch {
   static constexpr size_t kAlign = 64;  // bytes; alignment of memory for a call
 
-  Call call;
-  std::string name;
+  explicit Batch(KeptCall* k) : kept(*k), call(k->call) {}
+  KeptCall& kept;
+  Call& call;
   ShortVector<TaskPtr, 1> tasks;             // tasks of this rank
   std::vector<std::vector<Output>> outputs;  // results in memory of the core, by task
   std::vector<std::shared_ptr<void>> joined_memory;  // if this rank has joined
@@ -43,13 +56,15 @@ class BatchBuilder {
  public:
   explicit BatchBuilder(const LaneState& state);
 
-  // Fills `batch->call` and allocates the memory that the call needs. The caller has
-  // set `batch->tasks`. For an allgather or alltoall, `batch->outputs` has one entry
-  // for each task.
+  // Makes `batch->call` the call of the decision, and allocates the memory that the
+  // call needs. The caller has set `batch->tasks`. For an allgather or alltoall,
+  // `batch->outputs` has one entry for each task.
   Status Build(const Decision& decision, Batch* batch) const;
 
  private:
-  Status AddFixed(const Ready& ready, size_t i, Batch* batch) const;
+  void Describe(const Decision& decision, KeptCall* kept) const;
+  void AddFixed(const Submission& s, Call* call) const;
+  Status Place(const Ready& ready, size_t i, size_t tensor, Batch* batch) const;
   Status AddRagged(const Ready& ready, size_t i, std::vector<Output>* outputs,
                    Batch* batch) const;
   Result<std::shared_ptr<void>> Allocate(const Submission& s, uint64_t bytes,

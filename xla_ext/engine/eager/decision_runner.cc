@@ -117,8 +117,8 @@ Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* 
   Status built = builder_.Build(decision, batch);
   if (built.ok() && !batch->aside.empty()) built = MoveAside(batch);
   if (values != nullptr)  // no other rank waits for this rank, even if building failed
-    return built.ok() ? communicator_->rounds().RunPiggybacked(batch->call, values->all,
-                                                               agreed)
+    return built.ok() ? communicator_->rounds().RunPiggybacked(
+                            batch->call, &batch->kept.requests, values->all, agreed)
                       : communicator_->WithContext(batch->call, built);
   if (first.cuda) {
     bool refused = false;
@@ -131,12 +131,12 @@ Status DecisionRunner::RunOrComplete(const Decision& decision, const Piggyback* 
   // This rank could not build the call, most likely for lack of memory. The other ranks
   // start the call without an agreement, so this rank aborts the communicator.
   communicator_->AbortAndNotifyPeers(built.code(),
-                                     batch->name + " failed: " + built.message());
+                                     batch->kept.name + " failed: " + built.message());
   return communicator_->WithContext(batch->call, communicator_->abort_status());
 }
 
 Status DecisionRunner::RunCall(const Decision& decision, const Piggyback* values) {
-  Batch batch;
+  Batch batch(&kept_);
   for (const Ready& ready : decision.fused) {
     TaskPtr task = Mine(ready, communicator_->rank());
     if (!task) continue;

@@ -51,6 +51,7 @@ class DecisionRunner {
   TaskQueue& tasks_;
   const LaneRecord& record_;
   const BatchBuilder builder_;
+  KeptCall kept_;  // the call that was built last
   Scratch scratch_;
   bool round_confirmed_ =
       false;  // whether all ranks are known to have received this round

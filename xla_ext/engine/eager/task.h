@@ -36,17 +36,23 @@ struct Task : Submission {
 using TaskPtr = std::shared_ptr<Task>;
 
 // Returns the work of a task, which keeps the task alive.
-inline std::shared_ptr<Work> WorkOf(const TaskPtr& task) { return {task, &task->work}; }
+inline std::shared_ptr<Work> WorkOf(TaskPtr task) {
+  Work* const work = &task->work;
+  return {std::move(task), work};
+}
 
 inline constexpr char kJoinTitle[] = "join";  // names a Join in errors
 
 // Returns the task of this rank, `rank`, in a ready operation, or null if this rank has
-// not submitted the operation.
+// not submitted the operation. The entry of this rank is the pointer that was passed to
+// Negotiation::Submit, a Task.
 inline TaskPtr Mine(const Ready& ready, int rank) {
-  // The entry of this rank is the pointer that was passed to Negotiation::Submit, a
-  // Task.
   return std::const_pointer_cast<Task>(
       std::static_pointer_cast<const Task>(ready.by_rank[static_cast<size_t>(rank)]));
+}
+// Mine without a reference of its own.
+inline const Task* LookAtMine(const Ready& ready, int rank) {
+  return static_cast<const Task*>(ready.by_rank[static_cast<size_t>(rank)].get());
 }
 
 }  // namespace ringjax
