@@ -287,7 +287,7 @@ class Simulation {
   // By rank: the submission that the rank would piggyback, and the id that the next new
   // operation gets.
   struct Shortcut {
-    std::vector<SubmissionPtr> lone;
+    std::vector<const Submission*> lone;
     std::vector<uint64_t> first_ids;
   };
 
@@ -306,7 +306,7 @@ class Simulation {
     for (uint64_t first_id : shortcut.first_ids)
       CHECK_EQ(first_id, shortcut.first_ids[0]);  // so all ranks judge equally
     const bool whole = std::all_of(shortcut.lone.begin(), shortcut.lone.end(),
-                                   [](const SubmissionPtr& s) { return s != nullptr; });
+                                   [](const Submission* s) { return s != nullptr; });
     if (!whole || !RunOneNew(decided, shortcut.first_ids[0])) return;
     ++shortcuts;
     for (size_t r = 0; r < shortcut.lone.size(); ++r) {

@@ -36,12 +36,6 @@ bool Fuses(const Ready& ready) {
   return ready.by_rank.AllOf([](const SubmissionPtr& s) { return !s || !s->alone; });
 }
 
-Decision DecisionToRun(Ready ready) {
-  Decision decision;
-  decision.fused.push_back(std::move(ready));
-  return decision;
-}
-
 }  // namespace
 
 bool Batches::Kind::operator==(const Kind& other) const {
@@ -62,10 +56,14 @@ Batches::Kind Batches::KindOf(const Submission& s) {
   return kind;
 }
 
-void Batches::Add(Ready ready) {
+void Batches::AppendCall(Ready&& ready) {
+  decisions_->emplace_back().fused.emplace_back(std::move(ready));
+}
+
+void Batches::Add(Ready&& ready) {
   const uint64_t bytes = BytesOf(ready);
   if (threshold_ == 0 || bytes > threshold_ || !Fuses(ready))
-    return Append(DecisionToRun(std::move(ready)));
+    return AppendCall(std::move(ready));
   const Kind kind = KindOf(*ready.any);
   size_t of_kind = 0;
   auto fullest = open_.end();
@@ -73,7 +71,7 @@ void Batches::Add(Ready ready) {
     if (!(bin->kind == kind)) continue;
     if (bytes <= threshold_ - bin->bytes) {
       bin->bytes += bytes;
-      (*decisions_)[bin->decision].fused.push_back(std::move(ready));
+      (*decisions_)[bin->decision].fused.emplace_back(std::move(ready));
       return;
     }
     ++of_kind;
@@ -84,7 +82,7 @@ void Batches::Add(Ready ready) {
     open_.pop_back();
   }
   open_.push_back({kind, decisions_->size(), bytes});
-  Append(DecisionToRun(std::move(ready)));
+  AppendCall(std::move(ready));
 }
 
 }  // namespace ringjax

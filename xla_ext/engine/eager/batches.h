@@ -20,9 +20,9 @@ class Batches {
 
   // Adds the operation to a Call that still accepts tensors and has room for it, or
   // appends a new Call.
-  void Add(Ready ready);
+  void Add(Ready&& ready);
 
-  void Append(Decision decision) { decisions_->push_back(std::move(decision)); }
+  void Append(Decision&& decision) { decisions_->push_back(std::move(decision)); }
 
   // Lets no Call accept further tensors, so that later operations start new Calls.
   void Close() { open_.clear(); }
@@ -41,6 +41,7 @@ class Batches {
     uint64_t bytes;
   };
   static Kind KindOf(const Submission& submission);
+  void AppendCall(Ready&& ready);
 
   uint64_t threshold_;
   std::vector<Decision>* decisions_;

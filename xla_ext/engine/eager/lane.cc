@@ -167,17 +167,19 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest&& request) {
     return WithContext(
         origin_, request.what.Title(),
         {Code::kFailedPrecondition, "this process was forked after init()"});
-  const auto present = communicator();
+  // The communicator of a static job needs no reference here, because it never changes.
+  const auto held = state_.resilient->repairs() ? communicator() : nullptr;
+  const Communicator& present = held ? *held : *communicator_;
   if (Status s =
-          CheckTask(request.what, request.ins, request.outs, request.rooms, *present);
+          CheckTask(request.what, request.ins, request.outs, request.rooms, present);
       !s.ok())
-    return WithContext(present->Prefix(), request.what.Title(), s);
+    return WithContext(present.Prefix(), request.what.Title(), s);
   std::shared_ptr<EagerBackend> backend;
   auto mark = Mark(request, &backend);
   if (!mark.ok())
-    return WithContext(present->Prefix(), request.what.Title(), mark.status());
+    return WithContext(present.Prefix(), request.what.Title(), mark.status());
   request.what.placed = !request.outs.empty();
-  const auto task =
+  auto task =
       std::make_shared<Task>(std::move(request.what), tasks_.gate(), request.stream);
   task->ins = std::move(request.ins);
   task->outs = std::move(request.outs);
@@ -185,25 +187,33 @@ Result<std::shared_ptr<Work>> EagerLane::Submit(EagerRequest&& request) {
   task->mark = std::move(mark.value());
   task->timeout = request.timeout;
   task->waits = request.waits;
-  task->epoch_index = present->epoch_index();
-  std::shared_ptr<Communicator> here;
+  task->epoch_index = present.epoch_index();
   {
     std::lock_guard lock(state_.mutex);
     RJ_TRY(tasks_.Enlist(task, backend));
     task->keep = request.keep;
-    here = communicator_;
     if (!request.waits && !holds()) progress_lock_.Recall();
   }
   if (request.waits) {
     if (holds()) hurried_.store(true);
     progress_lock_.CountCaller();
-    if (Drive(*task)) return WorkOf(task);
+    if (Drive(*task)) return WorkOf(std::move(task));
   }
   // The load of held_ is seq_cst, as in Release. If it comes before the fetch_sub of
   // the last Release, the task is already in the queue, and Release wakes the lane.
   // Otherwise this load sees that no Hold is active, and this thread wakes the lane.
-  if (request.waits || !held_.load(std::memory_order_seq_cst)) here->rounds().Wake();
-  return WorkOf(task);
+  if (request.waits || !held_.load(std::memory_order_seq_cst)) Wake();
+  return WorkOf(std::move(task));
+}
+
+// Makes the lane's own thread begin a round, unless it stands aside.
+void EagerLane::Wake() {
+  std::shared_ptr<Communicator> here;
+  {
+    std::lock_guard lock(state_.mutex);
+    here = communicator_;
+  }
+  here->rounds().Wake();
 }
 
 void EagerLane::Release() {
@@ -213,13 +223,11 @@ void EagerLane::Release() {
 void EagerLane::Hurry() {
   if (!owner_.IsHere()) return;
   if (holds()) hurried_.store(true);
-  std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(state_.mutex);
-    here = communicator_;
     if (tasks_.has_incoming()) progress_lock_.Recall();
   }
-  here->rounds().Wake();
+  Wake();
 }
 
 // For CUDA tensors, records a point in the submitter's stream (EagerBackend::Mark). For
@@ -239,15 +247,13 @@ Result<std::shared_ptr<Work>> EagerLane::Join() {
                        {Code::kFailedPrecondition, "this process was forked"});
   const auto present = communicator();
   auto work = std::make_shared<Work>(tasks_.gate());
-  std::shared_ptr<Communicator> here;
   {
     std::lock_guard lock(state_.mutex);
     RJ_TRY(tasks_.EnlistJoin(work, *present));
     if (holds()) hurried_.store(true);
-    here = communicator_;
     progress_lock_.Recall();
   }
-  here->rounds().Wake();
+  Wake();
   return work;
 }
 

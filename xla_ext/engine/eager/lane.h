@@ -96,6 +96,7 @@ class EagerLane {
   // Runs the lane until the epoch ends. `progress` is the progress lock.
   void RunEpoch(std::unique_lock<std::mutex>* progress);
   bool Drive(const Task& task);
+  void Wake();
   // Returns whether the next Turn takes submissions from the queue: nothing is held, or
   // Hurry was called.
   bool TakesSubmissions() { return !holds() || hurried_.exchange(false); }

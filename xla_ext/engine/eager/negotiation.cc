@@ -158,10 +158,9 @@ bool Negotiation::State::ReadEqual(const std::vector<std::string>& messages,
   for (const uint32_t number : numbers) cache.Touch(number);
   for (size_t i = 0; i < all.size(); ++i) {
     if (options.on_submission) options.on_submission(*all[i], 0, options.size);
-    batches->Add({all[i],
-                  {all[i], messages.size(), static_cast<size_t>(options.rank),
-                   std::move(sent[i])},
-                  next_id++});
+    SubmissionsByRank by_rank(all[i], messages.size(),
+                              static_cast<size_t>(options.rank), std::move(sent[i]));
+    batches->Add({std::move(all[i]), std::move(by_rank), next_id++});
   }
   for (const SubmissionPtr& submission : new_ones) {
     if (options.cache_capacity > 0)
@@ -389,11 +388,11 @@ void Negotiation::Expire(Collective op, const std::string& name, double seconds,
 
 bool Negotiation::HasItems() const { return !state_->outgoing.empty(); }
 
-SubmissionPtr Negotiation::OnlySubmission() const {
+const Submission* Negotiation::OnlySubmission() const {
   const std::vector<NegotiationItem>& outgoing = state_->outgoing;
   const bool lone =
       outgoing.size() == 1 && outgoing[0].kind == NegotiationItem::Kind::kDescription;
-  return lone ? outgoing[0].submission : nullptr;
+  return lone ? outgoing[0].submission.get() : nullptr;
 }
 
 std::string Negotiation::TakeMessage() {

@@ -93,7 +93,8 @@ class Negotiation {
   bool HasItems() const;  // whether the next message of this rank has items
 
   // If the only item of the next message is a submission, returns it; otherwise null.
-  SubmissionPtr OnlySubmission() const;
+  // The pointer is valid until the next Receive.
+  const Submission* OnlySubmission() const;
 
   // Returns the message of this rank for the next round. The message is empty if
   // HasItems is false. Must be called once before each Receive.

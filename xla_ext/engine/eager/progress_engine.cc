@@ -55,9 +55,9 @@ Status ProgressEngine::Turn(Clock::time_point until, bool takes_submissions) {
 
 void ProgressEngine::TakeSubmissions() {
   const bool joins = tasks_.Take(&taken_);
-  for (const TaskPtr& task : taken_) {
+  for (TaskPtr& task : taken_) {
     stalls_.OnTaken(*task);
-    negotiation_->Submit(task);
+    negotiation_->Submit(std::move(task));
   }
   taken_.clear();
   if (joins) negotiation_->Join();
@@ -177,8 +177,7 @@ void ExcludeOwnShare(const Submission& s, const void* out, int rank, int size,
 
 Piggyback ProgressEngine::OfferData() const {
   Piggyback piggyback;
-  const auto task =
-      std::static_pointer_cast<const Task>(negotiation_->OnlySubmission());
+  const auto* task = static_cast<const Task*>(negotiation_->OnlySubmission());
   if (!task || !Qualifies(*task, task->waits) ||
       !communicator_->rounds().CanPiggyback(task->op))
     return piggyback;
