@@ -257,14 +257,16 @@ Status ExchangeInSegment(Frame mine, const std::string& own, const Endpoints& en
   for (int peer = 0; peer < segment.size(); ++peer) {
     Frame& theirs = (*frames)[peer];
     slot = segment.InlineSlot(turn, peer);
-    std::memcpy(&theirs, slot, sizeof theirs);
-    if (peer == segment.rank())
+    if (peer == segment.rank()) {
       theirs = mine;  // a faulty peer may have changed the slot
-    RJ_TRY(CheckRound(theirs, mine, segment.inline_bytes(), peer));
-    if (theirs.bytes <= segment.inline_bytes())
-      (*all)[peer].assign(
-          reinterpret_cast<const char*>(slot + SharedSegment::kHeaderBytes),
-          theirs.bytes);
+    } else {
+      std::memcpy(&theirs, slot, sizeof theirs);
+      RJ_TRY(CheckRound(theirs, mine, segment.inline_bytes(), peer));
+      if (theirs.bytes <= segment.inline_bytes())
+        (*all)[peer].assign(
+            reinterpret_cast<const char*>(slot + SharedSegment::kHeaderBytes),
+            theirs.bytes);
+    }
     piggyback->whole = piggyback->whole && theirs.attached > 0;
     if (!piggyback->whole) continue;
     piggyback->all.emplace_back(slot + SharedSegment::kHeaderBytes + theirs.bytes,
@@ -477,7 +479,7 @@ Status ExchangeMessages(const Frame& frame, const std::string& own,
   const int size = static_cast<int>(endpoints.links.size());
   piggyback->whole = piggyback->given && endpoints.segment;
   piggyback->all.clear();
-  all->assign(static_cast<size_t>(size), "");
+  all->resize(static_cast<size_t>(size));  // the messages are overwritten below
   Frames frames(static_cast<size_t>(size));
   Frame mine = frame;
   mine.kind = static_cast<uint16_t>(FrameKind::kRound);

@@ -58,7 +58,8 @@ void LaneRecord::Report(std::span<const TaskPtr> tasks, Clock::time_point agreed
   Event event =
       communicator_->log().event();  // the event of the call that ran the tasks, if any
   event.agreed = agreed;
-  event.done = Clock::now();
+  // A call reads the clock when it ends, but not if a device runs it, or if it fails.
+  if (!status.ok() || event.device || event.done < agreed) event.done = Clock::now();
   event.named = true;
   event.outcome = status.code();
   event.set = communicator_->options().process_set;

@@ -12,6 +12,8 @@ SubmissionCache::SubmissionCache(size_t capacity)
 
 uint32_t SubmissionCache::Find(const Submission& submission) const {
   if (entries_.empty()) return kNone;
+  // Many programs repeat one operation, which is then found without its hash.
+  if (entries_[newest_].form->Same(submission)) return newest_;
   const auto found = by_hash_.find(submission.Hash());
   if (found == by_hash_.end()) return kNone;
   return entries_[found->second].form->Same(submission) ? found->second : kNone;

@@ -11,7 +11,8 @@ namespace ringjax {
 
 Status Work::Wait() {
   constexpr auto kSlice = std::chrono::milliseconds(100);
-  if (!done() && gate_->IsDriver())
+  if (done()) return status_;
+  if (gate_->IsDriver())
     return Status(Code::kFailedPrecondition,
                   "a signal handler waits for an operation that its own thread must do "
                   "after it; submit it there, and wait for it later");
