@@ -24,7 +24,7 @@ int StepsUpTo(int count) {
 int Follow(const std::vector<int>& hosts) {
   const int size = static_cast<int>(hosts.size());
   std::vector<Dissemination> all;
-  for (int r = 0; r < size; ++r) all.push_back(MakeDissemination(r, hosts));
+  for (int r = 0; r < size; ++r) all.push_back(MakeDissemination({r, size, hosts}));
   std::vector<size_t> known(hosts.size(), 1);
   int most = 0;
   for (size_t step = 0; step < all[0].steps.size(); ++step) {

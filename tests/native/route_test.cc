@@ -98,7 +98,7 @@ TEST(ShortAlltoallsOfManyRanksOnSeveralHostsTakeFewMessages) {
     CHECK_EQ(route(per_host, 4 << 10, false), "pairwise");
     CHECK_EQ(route(per_host, 16 << 20, true), "pairwise");
   }
-  // The same ranks without a shared segment on one host.
+  // Now all 64 ranks are on one host, and have no shared segment.
   const Topology one_host{0, 64, Hosts(64)};
   CHECK_EQ(Choose(Collective::kAlltoall, "", 4 << 10, one_host, {}).value()->name,
            "pairwise");

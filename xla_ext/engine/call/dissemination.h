@@ -9,6 +9,8 @@
 
 #include <vector>
 
+#include "collective/schedule.h"
+
 namespace ringjax {
 
 struct Dissemination {
@@ -22,7 +24,7 @@ struct Dissemination {
   std::vector<int> order;
 };
 
-// Returns the steps of `rank`. hosts[r] is the host of rank r.
-Dissemination MakeDissemination(int rank, const std::vector<int>& hosts);
+// Returns the steps of the rank topology.rank.
+Dissemination MakeDissemination(const Topology& topology);
 
 }  // namespace ringjax

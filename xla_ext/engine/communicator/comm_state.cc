@@ -29,7 +29,7 @@ CommState::CommState(CommunicatorOptions given,
       return RequireLinks(peers);
     };
   endpoints.rank = rank();
-  endpoints.dissemination = MakeDissemination(rank(), options.topology.host);
+  endpoints.dissemination = MakeDissemination(options.topology);
   endpoints.timeout = options.collective_timeout;
   const auto& host = options.topology.host;
   const long neighbours = std::count(host.begin(), host.end(), host[rank()]);
