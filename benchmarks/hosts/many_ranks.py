@@ -93,13 +93,14 @@ def rank() -> None:
     busy = time.process_time()
     time.sleep(IDLE)
     used = 100 * (time.process_time() - busy) / IDLE
-    mine = [loaded - began, ready - loaded, 1e3 * init, own - before, open_now, used]
+    mine = [loaded - began, ready - began, 1e3 * init, own - before, open_now, used]
     shared = shared_memory()
     seen = eager.allgather(np.array([mine], np.float64))
     found = {
         "ranks": runtime.size(),
         "loaded s": float(seen[:, 0].max()),
-        "init s": float(np.median(seen[:, 1])),
+        "init s": float(np.median(seen[:, 1] - seen[:, 0])),
+        "ready s": float(seen[:, 1].max() - seen[:, 0].max()),
         "init CPU ms": float(np.median(seen[:, 2])),
         "4 KiB ms": 1e3 * median(calls[2:]),
         "1 MiB ms": 1e3 * large,

@@ -206,7 +206,8 @@ class Epoch:
         if served:
             self.served[number] = resilient
         if watched and self.heartbeat is not None:
-            self.heartbeat.watch(communicator)
+            sharing = links.memory[3] if links.memory and number == 0 else []
+            self.heartbeat.watch(communicator, sharing)
         return communicator
 
     def connect(

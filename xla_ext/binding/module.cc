@@ -260,7 +260,8 @@ void BindHeartbeat(nb::module_& m) {
       // The heartbeat holds its lock while it writes to peers. A thread that waits for
       // the lock must not hold the GIL, so functions that take the lock release the
       // GIL.
-      .def("watch", &Heartbeat::Watch, "communicator"_a, Unlocked())
+      .def("watch", &Heartbeat::Watch, "communicator"_a,
+           "sharing"_a = std::vector<int>(), Unlocked())
       .def("forget", &Heartbeat::Forget, "communicator"_a, Unlocked())
       .def(
           "fail", [](Heartbeat& h, const std::string& message) { h.Fail(message); },

@@ -54,6 +54,8 @@ class HeartbeatClient {
  public:
   explicit HeartbeatClient(const CommState& state) : state_(state) {}
 
+  const Doorbell& doorbell() const { return *state_.doorbell; }
+
   // Connects the communicator to a heartbeat, in place of any earlier one.
   void SetHooks(HeartbeatHooks hooks);
 

@@ -125,7 +125,11 @@ void ControlConnections::SendToNeighbours(ControlMessage::Type type, int culprit
   const std::string_view cut = Cut(text, ControlMessage::kMaxText);
   const std::string bytes = WithHead(Head(type, -1, culprit, cut.size()), cut);
   for (PeerState& state : states_)
-    if (state.open) Write(&state, bytes, type == ControlMessage::Type::kBeat ? 0 : 100);
+    if (state.open) Write(&state, bytes, 100);
+}
+
+void ControlConnections::Beat(PeerState* state) {
+  Write(state, WithHead(Head(ControlMessage::Type::kBeat, -1, -1, 0), ""), 0);
 }
 
 void ControlConnections::Close(PeerState* state) {

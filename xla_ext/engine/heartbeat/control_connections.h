@@ -83,7 +83,7 @@ class ControlConnections {
   std::mutex& mutex() const { return mutex_; }
 
   // Sends a message to all neighbours. Waits up to 100 ms for each neighbour that
-  // accepts no bytes, unless the message is a beat.
+  // accepts no bytes.
   void SendToNeighbours(ControlMessage::Type type, int culprit,
                         const std::string& text);
 
@@ -92,6 +92,7 @@ class ControlConnections {
   // All neighbours. The member `peer` never changes, and may be read without the mutex.
   std::span<PeerState> states() { return states_; }
   std::span<const PeerState> states() const { return states_; }
+  void Beat(PeerState* state);  // sends kBeat, unless the neighbour accepts no bytes
   // Sends a message to any other rank, over other ranks if it is no neighbour. Drops
   // the message if the next rank accepts no bytes at the moment.
   void Send(int rank, ControlMessage::Type type, std::string_view text);

@@ -104,7 +104,7 @@ void Heartbeat::RunLoop() {
     }
     probe_responder_.SendDueReplies();
     if (SecondsNow() >= next_beat) {
-      connections_.SendToNeighbours(Type::kBeat, -1, "");
+      SendBeats();
       wait_reports_.SendWaits();
       CheckSilence();
       // All ranks of a host send beats at multiples of the interval, so that one wakeup
@@ -230,6 +230,17 @@ void Heartbeat::HandleFailure(const ControlMessage& message, const std::string& 
     MarkLost(message.culprit, text);
 }
 
+void Heartbeat::SendBeats() {
+  std::lock_guard lock(connections_.mutex());
+  if (shared_beats_) shared_beats_->Beat(watched_.entered());
+  for (PeerState& state : connections_.states()) {
+    const bool reads = shared_beats_ && shared_beats_->Reads(state.peer.rank);
+    // A beat over the socket also sends the rest of a message that was sent in part.
+    const bool unsent = !state.output.empty() || state.channel.pending();
+    if (state.open && (unsent || !reads)) connections_.Beat(&state);
+  }
+}
+
 void Heartbeat::CheckSilence() {
   std::vector<std::pair<int, double>> silent;
   {
@@ -240,7 +251,11 @@ void Heartbeat::CheckSilence() {
     const bool stood_still = now - last_look_ > interval_ + timeout_ / 2;
     last_look_ = now;
     for (PeerState& state : connections_.states()) {
-      if (stood_still) state.heard = now;
+      SharedBeats::Entered entered = {};
+      const bool beat =
+          shared_beats_ && shared_beats_->HasBeat(state.peer.rank, &entered);
+      if (beat || stood_still) state.heard = now;
+      for (int i : {0, 1}) state.entered[i] = std::max(state.entered[i], entered[i]);
       if (!state.open || state.left || now - state.heard < timeout_) continue;
       silent.push_back({state.peer.rank, now - state.heard});
       connections_.Close(&state);
@@ -295,7 +310,8 @@ std::vector<std::shared_ptr<Communicator>> Heartbeat::WatchedWith(int rank) cons
   return watched_.With(rank);
 }
 
-void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
+void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator,
+                      const std::vector<int>& sharing) {
   // The hooks have weak pointers, because a communicator may outlive its heartbeat.
   const std::weak_ptr<Heartbeat> self = weak_from_this();
   HeartbeatHooks hooks;
@@ -317,6 +333,9 @@ void Heartbeat::Watch(const std::shared_ptr<Communicator>& communicator) {
   {
     std::lock_guard lock(connections_.mutex());
     watched_.Add(communicator);
+    const Doorbell& doorbell = communicator->heartbeat().doorbell();
+    if (sharing.size() > 1)
+      shared_beats_.emplace(doorbell.memory(), doorbell.index(), sharing);
     lost_before = lost_;
     for (const PeerState& state : connections_.states())
       if (state.left) {

@@ -3,8 +3,9 @@
 //
 // The thread watches one connected, authenticated socket for each neighbour
 // (ControlConnections), so the number of beats grows with P log P and not with the
-// square of the P ranks. A closed socket means that the process has ended, and is
-// noticed within milliseconds. Silence means that the process hangs or the network is
+// square of the P ranks. Ranks of one host exchange beats in the memory that they share
+// (SharedBeats). A closed socket means that the process has ended, and is noticed
+// within milliseconds. Silence means that the process hangs or the network is
 // cut. A rank that fails sends the reason. If it has lost a rank before, it sends the
 // rank and the reason of that loss instead, so a cascade of failures still names the
 // first culprit. Each message carries the number of calls of the world that its sender
@@ -29,6 +30,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -41,6 +43,7 @@
 #include "engine/heartbeat/control_message.h"
 #include "engine/heartbeat/probe_responder.h"
 #include "engine/heartbeat/probe_sender.h"
+#include "engine/heartbeat/shared_beats.h"
 #include "engine/heartbeat/teardown_announcements.h"
 #include "engine/heartbeat/wait_reports.h"
 #include "engine/heartbeat/watched_communicators.h"
@@ -68,8 +71,11 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void Stop();  // ends the thread and closes the sockets; only the first call counts
 
   // Sets the communicator's hooks. From now on, aborts the communicator when a member
-  // is lost, and immediately if a member has already been lost.
-  void Watch(const std::shared_ptr<Communicator>& communicator);
+  // is lost, and immediately if a member has already been lost. If `sharing` has ranks,
+  // these world ranks share the communicator's memory, in this order, and beats between
+  // them go through the memory.
+  void Watch(const std::shared_ptr<Communicator>& communicator,
+             const std::vector<int>& sharing = {});
   void Forget(const Communicator* communicator);
 
   // Announces a failure of this rank to its neighbours. `culprit` is the world rank to
@@ -99,6 +105,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void ReadFrom(PeerState* state);
   bool HandleMessage(PeerState* state);
   bool IsValid(const ControlMessage& message) const;
+  void SendBeats();
   void CheckSilence();
   void Dispatch(const ControlMessage& message, const std::string& text);
   void HandleDisconnection(int rank, const std::string& why);
@@ -111,10 +118,11 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   const Owner owner_;
   const double interval_, timeout_;
   const std::unique_ptr<EventFd> wakeup_, notify_;
-  // connections_.mutex() guards watched_, the states of the peers, lost_ and
-  // last_look_.
+  // connections_.mutex() guards watched_, the states of the peers, shared_beats_, lost_
+  // and last_look_.
   WatchedCommunicators watched_;
   ControlConnections connections_;
+  std::optional<SharedBeats> shared_beats_;  // empty if no other rank shares memory
   ClockOffsets clock_offsets_;
   ProbeSender probe_sender_;
   ProbeResponder probe_responder_;
