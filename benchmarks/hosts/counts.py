@@ -102,7 +102,7 @@ def links_of(graph: Sequence[Sequence[int]], per_host: int) -> Found:
         "descriptors of a rank": OWN_DESCRIPTORS + most + max(far) * data,
         "TCP connections of the job": sum(far) / 2 * (1 + data),
         "connections that a rank makes": made / size,
-        "heartbeats a second, job": passed,
+        "heartbeats a second, job": sum(far),  # the others are stores into memory
         "messages that tell a loss": passed,
     }
 
