@@ -225,6 +225,15 @@ class Heartbeat:
         """Requests the first rank's clock `times` times, except on the first rank."""
     def take_clocks(self) -> list[tuple[int, float, float, float]]:
         """Returns (rank, own clock, lead of the rank's clock, round trip) in s."""
+    def release(self) -> list[tuple[int, int, bytes, bytes]]:
+        """Ends the heartbeat, and returns the connections for the next epoch.
+
+        Sends the peers of all other connections that this rank leaves, as `leave`.
+
+        Returns:
+            (neighbour, socket, received and unread bytes, unsent bytes) of each open
+            connection without a key. The caller owns the sockets.
+        """
     def close(self) -> None: ...
 
 class CudaCommunicator:

@@ -226,6 +226,15 @@ nb::list Lost(const Heartbeat& self) {
   return all;
 }
 
+nb::list Release(Heartbeat& self) {
+  const auto released = WithoutGil([&] { return self.Release(); });
+  nb::list all;
+  for (const ReleasedConnection& c : released)
+    all.append(nb::make_tuple(c.rank, c.fd, nb::bytes(c.input.data(), c.input.size()),
+                              nb::bytes(c.output.data(), c.output.size())));
+  return all;
+}
+
 nb::list AsList(const std::vector<WaitRecord>& waits) {
   nb::list all;
   for (const WaitRecord& w : waits)
@@ -294,6 +303,7 @@ void BindHeartbeat(nb::module_& m) {
           [](Heartbeat& h, int times) { h.clock_offsets().RequestClock(times); },
           "times"_a, Unlocked())
       .def("take_clocks", &TakeReadings)
+      .def("release", &Release)
       .def("close", &Heartbeat::Stop, Unlocked());
   m.def("waits_since", [](const Recorder& recorder, uint64_t seen) {
     const auto waits = WaitsSince(recorder, &seen, 4096);

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -65,7 +66,7 @@ PeerState* ControlConnections::NextHop(int rank) {
   PeerState* best = nullptr;
   int least = distance(rank_);
   for (PeerState& state : states_) {
-    if (!state.open || distance(state.peer.rank) >= least) continue;
+    if (!state.open || state.moved_on || distance(state.peer.rank) >= least) continue;
     best = &state;
     least = distance(state.peer.rank);
   }
@@ -125,7 +126,7 @@ void ControlConnections::SendToNeighbours(ControlMessage::Type type, int culprit
   const std::string_view cut = Cut(text, ControlMessage::kMaxText);
   const std::string bytes = WithHead(Head(type, -1, culprit, cut.size()), cut);
   for (PeerState& state : states_)
-    if (state.open) Write(&state, bytes, 100);
+    if (state.open && !state.moved_on) Write(&state, bytes, 100);
 }
 
 void ControlConnections::Beat(PeerState* state) {
@@ -135,8 +136,33 @@ void ControlConnections::Beat(PeerState* state) {
 void ControlConnections::Close(PeerState* state) {
   if (!state->open) return;
   state->open = false;
-  if (epoll_ >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, state->channel.fd(), nullptr);
+  Deregister(*state);
+  // The peer must see the end even if a forked child has a copy of the socket, because
+  // ranks keep their connections over the epochs as long as these are open.
+  shutdown(state->channel.fd(), SHUT_RDWR);
   state->channel.Close();
+}
+
+void ControlConnections::Deregister(const PeerState& state) {
+  if (epoll_ >= 0) epoll_ctl(epoll_, EPOLL_CTL_DEL, state.channel.fd(), nullptr);
+}
+
+void ControlConnections::StopReading(PeerState* state) {
+  state->moved_on = true;
+  Deregister(*state);
+}
+
+std::vector<ReleasedConnection> ControlConnections::ReleaseOpen() {
+  std::vector<ReleasedConnection> released;
+  for (PeerState& state : states_) {
+    if (!state.open || state.left || state.encrypted) continue;
+    Deregister(state);
+    state.open = false;
+    released.push_back({state.peer.rank, state.channel.fd(), std::move(state.input),
+                        std::move(state.output)});
+    state.channel.Release();
+  }
+  return released;
 }
 
 void ControlConnections::CloseAll() {

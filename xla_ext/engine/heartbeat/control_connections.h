@@ -36,20 +36,33 @@ struct PeerState {
     int fd;                // connected stream socket; the channel owns it
     std::string key = {};  // key of the channel; no encryption if empty
   };
-  explicit PeerState(const Peer& p) : peer(p), channel(p.fd, KeyOf(p.key)) {
+  explicit PeerState(const Peer& p)
+      : peer(p), channel(p.fd, KeyOf(p.key)), encrypted(!p.key.empty()) {
     peer.key.clear();
   }
 
   Peer peer;
   Channel channel;
+  const bool encrypted;
   std::string input;         // received bytes of an incomplete message
   std::string output;        // unsent rest of a message that was sent in part
   double heard = 0;          // when the last bytes arrived, in seconds of SecondsNow
   uint64_t entered[2] = {};  // see ControlMessage::entered
   bool open = true;          // false after Close
   bool left = false;         // whether the peer has shut down cleanly
+  // Whether the peer continues in another epoch, so that no more messages are for this
+  // heartbeat. `input` is then the kEpoch message alone.
+  bool moved_on = false;
   // If `left`: the calls that the peer had finished, by communicator id.
   std::map<int, uint64_t> finished;
+};
+
+// The connection to a neighbour after the end of a heartbeat: the caller owns `fd`.
+// `input` was received and not handled, `output` is the unsent rest of a message.
+struct ReleasedConnection {
+  int rank;
+  int fd;
+  std::string input, output;
 };
 
 // Owns the sockets and an epoll descriptor for them, and writes messages without
@@ -100,6 +113,10 @@ class ControlConnections {
   void Forward(const ControlMessage& message, std::string_view text);
   void Close(PeerState* state);  // may be called twice
   void CloseAll();
+  // Ignores further bytes of a peer, because it continues in another epoch.
+  void StopReading(PeerState* state);
+  // Gives up the open connections without a key whose peers have not left.
+  std::vector<ReleasedConnection> ReleaseOpen();
   // Whether the heartbeat has stopped or is about to stop. Then no protocol may begin
   // an exchange.
   bool stopping() const { return stopping_; }
@@ -111,6 +128,7 @@ class ControlConnections {
 
  private:
   void RegisterSockets(const EventFd& wakeup);
+  void Deregister(const PeerState& state);
   // The caller of the next functions holds mutex_.
   PeerState* NextHop(int rank);
   ControlMessage Head(ControlMessage::Type type, int to, int culprit,

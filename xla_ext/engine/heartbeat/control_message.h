@@ -24,9 +24,11 @@ struct ControlMessage {
     kTeardown,  // the sender is ready to tear down a communicator
     kWaits,     // how long calls of the sender have waited
     kClock,     // a request for the receiver's clock, or the reply
-    kEnded      // the process of `culprit` has ended
+    kEnded,     // the process of `culprit` has ended
+    kEpoch      // the sender continues in another epoch (links/control_stream.py)
   };
   static constexpr size_t kMaxText = 1024;  // bytes of a text
+  static constexpr size_t kEpochText = 40;  // bytes of the text of kEpoch
 
   uint32_t magic = 0x43484752;
   Type type = Type::kBeat;

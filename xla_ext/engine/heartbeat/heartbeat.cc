@@ -57,15 +57,33 @@ Heartbeat::~Heartbeat() {
 void Heartbeat::Stop() {
   // A forked child has no heartbeat thread to join, and must not close the sockets.
   if (!owner_.IsHere()) return;
+  EndThread();
+  std::lock_guard lock(connections_.mutex());
+  connections_.CloseAll();
+}
+
+std::vector<ReleasedConnection> Heartbeat::Release() {
+  if (!owner_.IsHere()) return {};
+  EndThread();
+  std::vector<ReleasedConnection> released;
   {
     std::lock_guard lock(connections_.mutex());
-    if (connections_.stopping()) return;
+    released = connections_.ReleaseOpen();
+  }
+  SendLeave();
+  Stop();
+  return released;
+}
+
+void Heartbeat::EndThread() {
+  std::lock_guard ending(ending_);
+  if (!worker_.joinable()) return;
+  {
+    std::lock_guard lock(connections_.mutex());
     connections_.set_stopping();
   }
   wakeup_->Ring();
   worker_.join();
-  std::lock_guard lock(connections_.mutex());
-  connections_.CloseAll();
 }
 
 // Runs RunLoop until Stop is called. Runs it again after an exception (out of memory).
@@ -100,7 +118,7 @@ void Heartbeat::RunLoop() {
       }
       do {
         ReadFrom(state);
-      } while (state->open && state->channel.readable());
+      } while (state->open && !state->moved_on && state->channel.readable());
     }
     probe_responder_.SendDueReplies();
     if (SecondsNow() >= next_beat) {
@@ -114,9 +132,11 @@ void Heartbeat::RunLoop() {
   }
 }
 
+// Reads no byte beyond the next message, because the bytes behind a kEpoch message are
+// for the next epoch.
 void Heartbeat::ReadFrom(PeerState* state) {
-  char buffer[4096];
-  const iovec piece{buffer, sizeof buffer};
+  char buffer[sizeof(ControlMessage) + ControlMessage::kMaxText];
+  const iovec piece{buffer, MissingBytes(*state)};
   const ssize_t n = state->channel.Receive({&piece, 1});
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   const int rank = state->peer.rank;
@@ -140,8 +160,16 @@ void Heartbeat::ReadFrom(PeerState* state) {
     state->heard = SecondsNow();
   }
   state->input.append(buffer, static_cast<size_t>(n));
-  while (state->open && HandleMessage(state)) {
-  }
+  HandleMessage(state);
+}
+
+// Returns how many bytes the next message, or its head, still lacks.
+size_t Heartbeat::MissingBytes(const PeerState& state) const {
+  ControlMessage message;
+  const std::string& input = state.input;
+  if (input.size() < sizeof message) return sizeof message - input.size();
+  std::memcpy(&message, input.data(), sizeof message);
+  return sizeof message + message.length - input.size();
 }
 
 // Returns whether the message is valid: its ranks exist, and its length fits its type.
@@ -156,21 +184,21 @@ bool Heartbeat::IsValid(const ControlMessage& message) const {
                                  sizeof(M::Teardown),
                                  sizeof(M::WaitsHead),
                                  sizeof(M::ClockText),
-                                 0};
+                                 0,
+                                 M::kEpochText};
   const int size = connections_.size();
   return message.magic == M().magic && message.type >= Type::kBeat &&
-         message.type <= Type::kEnded && message.length <= M::kMaxText &&
+         message.type <= Type::kEpoch && message.length <= M::kMaxText &&
          message.length >= kMinText[static_cast<size_t>(message.type) - 1] &&
          message.from >= 0 && message.from < size && message.to >= -1 &&
          message.to < size && message.culprit < size &&
          message.culprit >= (message.type == Type::kEnded ? 0 : -1);
 }
 
-// Handles one message of the input. Returns false if no message is complete, or if the
-// message was invalid.
-bool Heartbeat::HandleMessage(PeerState* state) {
+// Handles the message of the input, if it is complete.
+void Heartbeat::HandleMessage(PeerState* state) {
   ControlMessage message;
-  if (state->input.size() < sizeof message) return false;
+  if (state->input.size() < sizeof message) return;
   std::memcpy(&message, state->input.data(), sizeof message);
   const int rank = state->peer.rank;
   if (!IsValid(message)) {
@@ -179,26 +207,26 @@ bool Heartbeat::HandleMessage(PeerState* state) {
       connections_.Close(state);
     }
     HandleDisconnection(rank, "sent garbage on its control connection");
-    return false;
+    return;
   }
-  if (state->input.size() < sizeof message + message.length) return false;
-  std::string text = state->input.substr(sizeof message, message.length);
-  state->input.erase(0, sizeof message + message.length);
+  if (state->input.size() < sizeof message + message.length) return;
+  std::string text;
   {
     std::lock_guard lock(connections_.mutex());
+    if (message.type == Type::kEpoch) return connections_.StopReading(state);
+    text = state->input.substr(sizeof message);
+    state->input.clear();
     for (int i : {0, 1})
       if (message.from == rank)
         state->entered[i] = std::max(state->entered[i], message.entered[i]);
     if (message.to >= 0 && message.to != connections_.rank()) {
-      connections_.Forward(message, text);
-      return true;
+      return connections_.Forward(message, text);
     }
   }
   if (message.type == Type::kLeave)
     HandleLeave(state, text);
   else
     Dispatch(message, text);
-  return true;
 }
 
 void Heartbeat::Dispatch(const ControlMessage& message, const std::string& text) {
@@ -219,6 +247,7 @@ void Heartbeat::Dispatch(const ControlMessage& message, const std::string& text)
       return clock_offsets_.HandleClock(message.from, text);
     case Type::kBeat:
     case Type::kLeave:
+    case Type::kEpoch:
       return;
   }
 }
@@ -237,7 +266,7 @@ void Heartbeat::SendBeats() {
     const bool reads = shared_beats_ && shared_beats_->Reads(state.peer.rank);
     // A beat over the socket also sends the rest of a message that was sent in part.
     const bool unsent = !state.output.empty() || state.channel.pending();
-    if (state.open && (unsent || !reads)) connections_.Beat(&state);
+    if (state.open && !state.moved_on && (unsent || !reads)) connections_.Beat(&state);
   }
 }
 
@@ -256,7 +285,8 @@ void Heartbeat::CheckSilence() {
           shared_beats_ && shared_beats_->HasBeat(state.peer.rank, &entered);
       if (beat || stood_still) state.heard = now;
       for (int i : {0, 1}) state.entered[i] = std::max(state.entered[i], entered[i]);
-      if (!state.open || state.left || now - state.heard < timeout_) continue;
+      if (!state.open || state.left || state.moved_on) continue;
+      if (now - state.heard < timeout_) continue;
       silent.push_back({state.peer.rank, now - state.heard});
       connections_.Close(&state);
     }
@@ -373,11 +403,18 @@ void Heartbeat::Fail(const std::string& message, int culprit) {
 }
 
 void Heartbeat::Leave() {
+  {
+    std::lock_guard lock(connections_.mutex());
+    for (const auto& c : watched_.All()) c->heartbeat().AnnounceShutdown();
+  }
+  SendLeave();
+}
+
+void Heartbeat::SendLeave() {
   std::string text;
   {
     std::lock_guard lock(connections_.mutex());
     text = watched_.FinishedCalls();
-    for (const auto& c : watched_.All()) c->heartbeat().AnnounceShutdown();
   }
   connections_.SendToNeighbours(Type::kLeave, -1, text);
 }

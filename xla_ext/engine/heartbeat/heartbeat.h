@@ -30,6 +30,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -68,7 +69,10 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
             std::unique_ptr<EventFd> notify = nullptr,
             std::unique_ptr<EventFd> inquire = nullptr);
   ~Heartbeat();
-  void Stop();  // ends the thread and closes the sockets; only the first call counts
+  void Stop();  // ends the thread and closes the sockets; may be called twice
+  // Ends the thread like Stop, and returns the connections that the next epoch can use.
+  // Sends kLeave on all other connections and closes them.
+  std::vector<ReleasedConnection> Release();
 
   // Sets the communicator's hooks. From now on, aborts the communicator when a member
   // is lost, and immediately if a member has already been lost. If `sharing` has ranks,
@@ -100,10 +104,12 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
  private:
   using Type = ControlMessage::Type;
 
+  void EndThread();
   void RunThread();
   void RunLoop();
   void ReadFrom(PeerState* state);
-  bool HandleMessage(PeerState* state);
+  void HandleMessage(PeerState* state);
+  size_t MissingBytes(const PeerState& state) const;
   bool IsValid(const ControlMessage& message) const;
   void SendBeats();
   void CheckSilence();
@@ -112,6 +118,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   void MarkLost(int rank, const std::string& why);
   void HandleFailure(const ControlMessage& message, const std::string& text);
   void HandleLeave(PeerState* state, const std::string& text);
+  void SendLeave();
   std::vector<std::shared_ptr<Communicator>> WatchedWith(int rank) const;
   std::vector<int> LateRanks(int index, uint64_t sequence) const;
 
@@ -130,6 +137,7 @@ class Heartbeat : public std::enable_shared_from_this<Heartbeat> {
   WaitReports wait_reports_;
   std::vector<std::pair<int, std::string>> lost_;
   double last_look_ = 0;  // when CheckSilence ran last
+  std::mutex ending_;     // held by EndThread
   std::thread worker_;
 };
 

@@ -44,7 +44,7 @@ std::vector<int> TeardownAnnouncements::NotReady(int communicator, uint32_t epoc
   if (connections_->stopping()) return holding;
   std::set<int> gone = ended_;
   for (const PeerState& state : connections_->states())
-    if (state.left) gone.insert(state.peer.rank);
+    if (state.left || state.moved_on) gone.insert(state.peer.rank);
   for (const int rank : ranks) {
     // A rank that has reported a failure counts as lost, but may still use the memory.
     // So only the end of its process excludes a rank.
