@@ -4,7 +4,8 @@ The ranks of a host share one memory. The lowest of them creates a memfd, and ea
 passes it on over a unix socket, along a tree. Other pairs, and ranks without shared
 memory, use several TCP sockets. Only neighbours in the standing graph (standing.py) are
 connected at the start. All other pairs are connected when a call first needs them
-(`connect`). Every connection is authenticated (control/handshake.py). The result is a
+(`connect`). Every connection is authenticated (control/handshake.py). Control
+connections of an earlier epoch are used again (kept_connections.py). The result is a
 set of descriptors for the native core; this module moves no tensors.
 
 The higher rank of a pair connects to the `LinkListener` of the lower rank.
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,7 +48,9 @@ from ringjax.errors import (
     Unreachable,
 )
 from ringjax.links import shared_memory, sizes, standing
+from ringjax.links.control_connection import ControlConnection
 from ringjax.links.descriptors import LinkDescriptors as LinkDescriptors
+from ringjax.links.kept_connections import KeptConnections
 from ringjax.links.pair import PairSetup
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one attempt to connect to an address
@@ -74,6 +78,8 @@ class LinkFactory:
         locate: returns the addresses of ranks, as `CoordinatorClient.locate` does.
         host_bytes: `_native.host_bytes`, which computes the bytes of a host's memory.
         log: called with a level, such as "warning", and a sentence.
+        kept: the control connections of earlier epochs. The first successful `build`
+            with `control` closes those that it does not use.
     """
 
     rank: int
@@ -88,6 +94,7 @@ class LinkFactory:
     locate: Callable[[Sequence[int], float, str, int], Mapping[int, WorkerAddress]]
     host_bytes: sizes.HostBytes
     log: Callable[[str, str], None]
+    kept: KeptConnections = field(default_factory=KeptConnections)
 
     def build(
         self, comm: int, ranks: Sequence[int], what: str, *, control: bool = False
@@ -108,7 +115,10 @@ class LinkFactory:
         """
         with self._run(comm, ranks, what) as run:
             run.build(control)
-            return run.take_descriptors()
+            links = run.take_descriptors()
+        if control:
+            self.kept.close()
+        return links
 
     def connect(
         self, comm: int, ranks: Sequence[int], what: str, peers: Sequence[int]
@@ -121,6 +131,15 @@ class LinkFactory:
         with self._run(comm, ranks, what) as run:
             run.connect_data(peers)
             return run.take_descriptors()
+
+    def control_connection(
+        self, rank: int, sock: socket.socket, received: bytes = b"", unsent: bytes = b""
+    ) -> ControlConnection:
+        """Returns an object for the control connection to a rank, see its class."""
+        own, peer = self.members[self.rank].worker, self.members[rank].worker
+        return ControlConnection(
+            sock, self.secret, self.job, own, peer, received, unsent
+        )
 
     @contextlib.contextmanager
     def _run(self, comm: int, ranks: Sequence[int], what: str) -> Iterator[_FactoryRun]:
@@ -140,8 +159,9 @@ class LinkFactory:
 class _FactoryRun:
     """Connects one communicator.
 
-    No step can deadlock: a rank waits only for higher ranks to connect, which do so
-    without waiting for another rank, and for the memory from a lower rank of its host.
+    No step can deadlock: a rank waits only for ranks that announce the epoch, which
+    they have done before they build anything, for higher ranks to connect, which wait
+    only for these announcements, and for the memory from a lower rank of its host.
     """
 
     def __init__(
@@ -192,6 +212,9 @@ class _FactoryRun:
         tree = [self.sharing[i] for i in (*children, *parent)]
         for rank in {*tree, *(neighbours if control else ())}:
             self._pair(rank).wants_control = True
+            if control:
+                kept = factory.kept.take(factory.members[rank].worker)
+                self._pair(rank).kept = kept
         self._require_descriptors(neighbours)
         for rank in neighbours if control else ():
             self._pair(rank).watched = True
@@ -231,13 +254,60 @@ class _FactoryRun:
 
     def _connect_pairs(self) -> None:
         own = self.factory.rank
-        # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
-        # same time.
-        lower = sorted((r for r in self.pairs if r < own), reverse=True)
-        self._locate(lower)
-        self._connect_all([self.pairs[rank] for rank in lower])
+        self._connect_lower()
+        self._await_announcements()
+        self._connect_lower()  # instead of the kept connections that have ended
         for rank in sorted(r for r in self.pairs if r > own):
             self._accept_pair(self.pairs[rank])
+
+    def _connect_lower(self) -> None:
+        """Connects to all lower ranks whose connections are missing."""
+        own, streams = self.factory.rank, self.factory.config.tcp_streams
+        # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
+        # same time.
+        lower = [
+            rank
+            for rank, pair in sorted(self.pairs.items(), reverse=True)
+            if rank < own and (pair.lacks_control or pair.lacks_data(streams))
+        ]
+        if lower:
+            self._locate(lower)
+            self._connect_all([self.pairs[rank] for rank in lower])
+
+    def _await_announcements(self) -> None:
+        """Waits until the peer of each kept connection has announced this epoch."""
+        waiting = {p.kept.sock.fileno(): p for p in self.pairs.values() if p.kept}
+        ready, poll = list(waiting), select.poll()
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        while waiting:
+            for fd in ready:
+                pair = waiting[fd]
+                self._read_announcement(pair)
+                if pair.kept is None:
+                    del waiting[fd]
+                if pair.kept is None or pair.kept.peer_epoch > self.factory.epoch:
+                    poll.unregister(fd)
+            if waiting:
+                self._check(
+                    lambda: {p.rank: "it is in another epoch" for p in waiting.values()}
+                )
+                ready = [fd for fd, _ in poll.poll(100)]
+
+    def _read_announcement(self, pair: PairSetup) -> None:
+        """Puts a kept connection to use, or forgets it if it has ended."""
+        assert pair.kept is not None
+        try:
+            epoch = pair.kept.read_epoch(self.factory.epoch)
+        except (OSError, AuthenticationError) as error:
+            if is_shortage(error):
+                raise
+            pair.kept.close()
+            pair.kept = None
+            self.factory.log("debug", f"connects to rank {pair.rank} anew: {error}")
+        else:
+            if epoch == self.factory.epoch:
+                pair.control, pair.kept = pair.kept, None
 
     def _locate(self, ranks: Sequence[int]) -> None:
         """Asks the coordinator for the addresses of ranks."""
@@ -278,16 +348,18 @@ class _FactoryRun:
                 time.sleep(0.02)
 
     def _connect_pair(self, pair: PairSetup) -> None:
-        if pair.wants_control and pair.control is None:
-            pair.control = self._connect(pair, Purpose.CONTROL, 0)
-        while pair.wants_data and len(pair.data) < self.factory.config.tcp_streams:
+        if pair.lacks_control:
+            sock = self._connect(pair, Purpose.CONTROL, 0)
+            pair.control = self.factory.control_connection(pair.rank, sock)
+        while pair.lacks_data(self.factory.config.tcp_streams):
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
 
     def _accept_pair(self, pair: PairSetup) -> None:
-        if pair.wants_control and pair.control is None:
-            pair.control = self._accept(pair, Purpose.CONTROL, 0)
-        while pair.wants_data and len(pair.data) < self.factory.config.tcp_streams:
+        if pair.lacks_control:
+            sock = self._accept(pair, Purpose.CONTROL, 0)
+            pair.control = self.factory.control_connection(pair.rank, sock)
+        while pair.lacks_data(self.factory.config.tcp_streams):
             pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
     def _connect(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:
@@ -355,8 +427,7 @@ class _FactoryRun:
         if not parent:
             self.memory = self._create_memory(fixed, size)
         else:
-            offered, fds = self._receive(parent[0])
-            self.memory = fds[0] if fds else -1
+            offered, self.memory = self._receive(parent[0])
             if offered and not shared_memory.is_valid(self.memory, size):
                 self._fail(
                     {parent[0].rank: "it offered memory of another size, or unsealed"}
@@ -418,7 +489,7 @@ class _FactoryRun:
         assert pair.control is not None
         while True:
             try:
-                return shared_memory.send_descriptors(pair.control, size, fds)
+                return shared_memory.send_memory(pair.control, size, fds)
             except OSError as error:
                 if not is_shortage(error):
                     raise self._peer_lost(pair, error) from error
@@ -429,12 +500,17 @@ class _FactoryRun:
             # this rank send again.
             time.sleep(0.005)
 
-    def _receive(self, pair: PairSetup) -> tuple[int, list[int]]:
+    def _receive(self, pair: PairSetup) -> tuple[int, int]:
         assert pair.control is not None
         while True:
+            if pair.control.peer_epoch > self.factory.epoch:
+                # This epoch is over. The coordinator is about to tell this rank.
+                time.sleep(0.1)
+                self._check(lambda: {pair.rank: "it is in another epoch"})
+                continue
             try:
-                received = shared_memory.receive_descriptors(pair.control, 1, 0.1)
-            except OSError as error:
+                received = shared_memory.receive_memory(pair.control, 0.1)
+            except (OSError, AuthenticationError) as error:
                 if is_shortage(error):
                     raise
                 raise self._peer_lost(pair, error) from error
@@ -485,7 +561,7 @@ class _FactoryRun:
                 )
                 pair.data = []
             if pair.watched and pair.control is not None:
-                found.control_keys.append(pair.keys[pair.control])
+                found.control_keys.append(pair.keys.get(pair.control.sock, b""))
                 found.control.append((pair.rank, pair.control.detach()))
         if self.memory >= 0:
             sharing = [index[rank] for rank in self.sharing]
@@ -494,8 +570,13 @@ class _FactoryRun:
         return found
 
     def close(self) -> None:
-        """Closes the descriptors that `take_descriptors` has not returned."""
+        """Closes the descriptors that `take_descriptors` has not returned.
+
+        Gives the kept connections back instead, for the next attempt.
+        """
         for pair in self.pairs.values():
+            for connection in pair.release_kept():
+                self.factory.kept.add(connection)
             pair.close()
         if self.memory >= 0:
             os.close(self.memory)

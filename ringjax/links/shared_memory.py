@@ -7,19 +7,18 @@ native core places its shared segment and its rings in the memfd (host_memory.h)
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import os
-import socket
 import struct
 
 from ringjax import failpoints
 from ringjax.control.handshake import HANDSHAKE_TIMEOUT
+from ringjax.links.control_connection import ControlConnection, MessageType
 from ringjax.links.memory import available as available
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MESSAGE = struct.Struct("!Q")  # the size of the memory in bytes; 0 without memory
+_TEXT = struct.Struct("!Q")  # the size of the memory in bytes; 0 without memory
 
 
 def create(size: int, allocated: int) -> int:
@@ -57,49 +56,30 @@ def is_valid(fd: int, size: int) -> bool:
     return os.fstat(fd).st_size == size and seals & _SEALS == _SEALS
 
 
-def send_descriptors(sock: socket.socket, size: int, fds: list[int]) -> None:
-    """Sends descriptors and the size of the memory over a unix socket."""
-    sock.settimeout(HANDSHAKE_TIMEOUT)
-    socket.send_fds(sock, [_MESSAGE.pack(size)], fds)
+def send_memory(connection: ControlConnection, size: int, fds: list[int]) -> None:
+    """Sends the size of the memory and its descriptor, if any, over a unix socket.
+
+    Raises OSError.
+    """
+    text = _TEXT.pack(size)
+    connection.send(MessageType.MEMORY, text, fds, wait=HANDSHAKE_TIMEOUT)
 
 
-def receive_descriptors(
-    sock: socket.socket, most: int, seconds: float
-) -> tuple[int, list[int]] | None:
-    """Receives the size and at most `most` descriptors. Returns None after `seconds`.
+def receive_memory(
+    connection: ControlConnection, seconds: float
+) -> tuple[int, int] | None:
+    """Receives the size of the memory and its descriptor, or -1 without a descriptor.
+
+    Returns None after `seconds`, and if the peer is in a later epoch.
 
     Raises:
-        OSError: the other end has closed the connection, or has sent more descriptors.
+        OSError: the other end has closed the connection, or has sent something else.
     """
-    message, fds = b"", array.array("i")
-    room = socket.CMSG_LEN(most * fds.itemsize)
-    try:
-        sock.settimeout(seconds)
-        while len(message) < _MESSAGE.size:
-            try:
-                # socket.recv_fds ignores its flags, so it cannot set MSG_CMSG_CLOEXEC.
-                piece, items, flags, _ = sock.recvmsg(
-                    _MESSAGE.size - len(message), room, socket.MSG_CMSG_CLOEXEC
-                )
-            except TimeoutError:
-                if not message:
-                    return None
-                raise
-            for level, kind, data in items:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-            if not piece:
-                raise ConnectionResetError("it closed the connection")
-            # The kernel drops received descriptors if this process has too many open
-            # files. Then `dup` fails with EMFILE, which explains the loss.
-            if flags & socket.MSG_CTRUNC:
-                os.close(os.dup(sock.fileno()))
-            message += piece
-            sock.settimeout(HANDSHAKE_TIMEOUT)
-        if len(fds) > most:
-            raise OSError(f"it sent {len(fds)} descriptors")
-    except BaseException:
-        for fd in fds:
+    message = connection.receive(seconds)
+    if message is None or message.type == MessageType.EPOCH:
+        return None
+    if message.type != MessageType.MEMORY or len(message.text) != _TEXT.size:
+        for fd in message.fds:
             os.close(fd)
-        raise
-    return _MESSAGE.unpack(message)[0], fds.tolist()
+        raise OSError(errno.EBADMSG, "it sent no memory")
+    return _TEXT.unpack(message.text)[0], next(iter(message.fds), -1)

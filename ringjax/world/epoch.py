@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from ringjax.control.member import Member
 from ringjax.errors import OutOfDescriptors, PeerLost, Unreachable
 from ringjax.links.descriptors import LinkDescriptors
 from ringjax.links.factory import LinkFactory
+from ringjax.links.kept_connections import KeptConnections
 from ringjax.world.communicator_ids import EAGER_LANE, device_index_of, process_set_of
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
@@ -274,6 +276,13 @@ class Epoch:
         """Sends all peers a message that this rank fails, with the cause `text`."""
         if self.heartbeat is not None:
             self.heartbeat.fail(text)
+
+    def release(self, kept: KeptConnections) -> None:
+        """Ends the heartbeat, and keeps its connections for the next epoch."""
+        if self.heartbeat is not None and self.link_factory is not None:
+            make = self.link_factory.control_connection
+            for rank, fd, received, unsent in self.heartbeat.release():
+                kept.add(make(rank, socket.socket(fileno=fd), received, unsent))
 
     def leave(self) -> None:
         """Sends all peers a message that this rank leaves in good order."""

@@ -6,13 +6,14 @@ epoch_sequence.py puts the new epoch in force and closes the previous epoch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.listener import LinkListener
 from ringjax.links import calibration
 from ringjax.links.factory import LinkFactory, LossMonitor
+from ringjax.links.kept_connections import KeptConnections
 from ringjax.membership.directives import EpochDirective
 from ringjax.membership.joined_job import JoinedJob
 from ringjax.world.communicator_ids import CALL_END, REPLICA_SET
@@ -33,6 +34,7 @@ class EpochBuilder:
     stack_probe: StackProbe | None
     log: Callable[[str, str], None]  # receives a level and a text
     recorder: _native.Recorder
+    kept: KeptConnections = field(default_factory=KeptConnections)
 
     def build(
         self, members: EpochDirective, watch: LossMonitor | None, before: Epoch | None
@@ -51,6 +53,7 @@ class EpochBuilder:
         link_factory = None
         if self.joined_job is not None and self.listener is not None:
             assert watch is not None
+            self._keep_connections(members, before)
             link_factory = LinkFactory(
                 rank=members.rank,
                 members=members.members,
@@ -64,6 +67,7 @@ class EpochBuilder:
                 locate=self.joined_job.client.locate,
                 host_bytes=_native.host_bytes,
                 log=self.log,
+                kept=self.kept,
             )
         return Epoch(
             config=config,
@@ -74,6 +78,22 @@ class EpochBuilder:
             cost={} if before is None else before.cost,
             recorder=self.recorder,
         )
+
+    def _keep_connections(self, members: EpochDirective, before: Epoch | None) -> None:
+        """Takes the control connections of the previous epoch for the next one.
+
+        Before a restart, all ranks connect anew instead: CUDA communicators may still
+        use the heartbeat of the previous epoch to agree when they free their memory.
+        """
+        if members.kind == "restart":
+            self.kept.close()
+        elif before is not None:
+            before.release(self.kept)
+        self.kept.announce(members.epoch)
+        if self.listener is not None:
+            # Callers in earlier epochs must see the end of their connections, which
+            # they may otherwise keep.
+            self.listener.discard_before(members.epoch)
 
     def connect(
         self,

@@ -291,8 +291,6 @@ class EpochSequence:
         if before is not None:
             before.leave()
             before.close()
-        if self._listener is not None:
-            self._listener.discard_before(epoch.number)
         if members.lost and members.rank == 0:
             size = epoch.rank_info.size
             self.log("info", f"going on with {size} ranks: {reason}")

@@ -448,6 +448,8 @@ class World(EpochSequence):
         self.comm_table.clear()
         if epoch is not None:
             epoch.close()
+        if self._epoch_builder is not None:
+            self._epoch_builder.kept.close()
         if self._stack_probe is not None:
             self._stack_probe.close()
         if self._listener is not None:
@@ -481,6 +483,8 @@ class World(EpochSequence):
             self._telemetry.close_in_child()
         if self._epoch is not None:
             self._epoch.close_in_child()
+        if self._epoch_builder is not None:
+            self._epoch_builder.kept.close_in_child()
         if self._stack_probe is not None:
             self._stack_probe.close_in_child()
         if self._listener is not None:

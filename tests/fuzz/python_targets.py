@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import socket
 import struct
 import tempfile
 import warnings
@@ -37,6 +38,7 @@ from ringjax.control.sealed_messages import MessageOpener, MessageSealer, Sessio
 from ringjax.control.server import ServerSession
 from ringjax.errors import AuthenticationError, StartupError
 from ringjax.links import cost_cache
+from ringjax.links.control_connection import ControlConnection, MessageType
 from ringjax.membership import job_credentials, membership
 from ringjax.membership.assembly import MembershipConfig
 from ringjax.membership.coordinator import Coordinator
@@ -76,6 +78,25 @@ def _callee(data: bytes) -> None:
 
 def _caller(data: bytes) -> None:
     _drive(caller_steps(SECRET, HandshakeRequest(JOB, Purpose.DATA, 2, 1)), data)
+
+
+def _control(data: bytes) -> None:
+    """Reads a control connection, whose peer cannot announce an epoch."""
+    here, there = socket.socketpair()
+    connection = ControlConnection(here, SECRET, JOB, 1, 0)
+    with there, contextlib.closing(connection):
+        there.send(data)
+        with contextlib.suppress(OSError):
+            connection.read_epoch(3)
+        assert connection.peer_epoch == -1
+
+
+def _announcement() -> bytes:
+    here, there = socket.socketpair()
+    with there, contextlib.closing(ControlConnection(here, bytes(32), JOB, 0, 1)) as c:
+        c.send(MessageType.LEAVE, b"some text")
+        c.announce(3)
+        return there.recv(1000)
 
 
 def _sealed(*messages: dict[str, Any]) -> bytes:
@@ -374,6 +395,7 @@ def targets() -> list[Target]:
         Target("request", _request, [_REQUEST], refused),
         Target("callee", _callee, [_REQUEST, _REQUEST + bytes(32)], refused),
         Target("caller", _caller, [bytes(96), bytes(range(96))], refused),
+        Target("control", _control, [_announcement()], refused),
         Target(
             "sealed", _open_sealed, [_sealed(dict(message), {"type": "leave"})], refused
         ),

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.launch import ROOT
-from support.link_ranks import Ranks, world
+from support.link_ranks import JOB, SECRET, Ranks, world
 
 from ringjax.control import open_files
 from ringjax.control.polling import wait_readable, wait_writable
 from ringjax.errors import OutOfDescriptors
 from ringjax.links import shared_memory
+from ringjax.links.control_connection import ControlConnection
 from ringjax.membership.coordinator import Coordinator
 
 __all__ = ["world"]  # a fixture
@@ -122,15 +123,15 @@ def test_a_later_shortage_is_no_peer_loss(
 def test_sending_retries_if_too_many_descriptors_are_in_flight(
     world: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, refused = shared_memory.send_descriptors, []
+    send, refused = shared_memory.send_memory, []
 
-    def crowded(sock: socket.socket, size: int, fds: list[int]) -> None:
+    def crowded(connection: ControlConnection, size: int, fds: list[int]) -> None:
         if len(refused) < 5:
             refused.append(size)
             raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
-        send(sock, size, fds)
+        send(connection, size, fds)
 
-    monkeypatch.setattr(shared_memory, "send_descriptors", crowded)
+    monkeypatch.setattr(shared_memory, "send_memory", crowded)
     for links in world((0, 0, 0)).build():
         assert links.memory is not None
     assert len(refused) == 5
@@ -141,8 +142,8 @@ def test_descriptors_that_the_kernel_dropped_are_a_shortage(
 ) -> None:
     one, two = socket.socketpair()
     with one, two:
-        shared_memory.send_descriptors(one, 1, [0, 1])
+        shared_memory.send_memory(ControlConnection(one, SECRET, JOB, 0, 1), 1, [0])
         os.close(free := os.dup(0))
         limit(free)
         with pytest.raises(OSError, match="Too many open files"):
-            shared_memory.receive_descriptors(two, 2, 1.0)
+            shared_memory.receive_memory(ControlConnection(two, SECRET, JOB, 1, 0), 1.0)

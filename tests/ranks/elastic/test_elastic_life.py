@@ -124,6 +124,49 @@ def test_workers_join_leave_and_restart(start: Start) -> None:
     assert "12 2 (2, 3)" in latest
 
 
+# Prints in each epoch the inodes of the control connections to all other ranks. On one
+# host, the world has no other sockets.
+KEPT = ELASTIC.replace(
+    "    total = add_all()\n",
+    """    total = add_all()
+        epoch = lifecycle._world.epoch
+        if epoch.number not in shown:
+            shown.add(epoch.number)
+            say("sockets", *(inode for _, inode in epoch._sockets[0]))
+""",
+).replace(
+    "state = [0]\n",
+    "from ringjax.runtime import lifecycle\nstate, shown = [0], set()\n",
+)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_control_connections_outlive_losses_and_newcomers(
+    start: Start, size: int
+) -> None:
+    job = start(size, KEPT, max_np=size)
+    survivors = [worker for worker in range(size) if worker != 1]
+
+    def wait_for_sockets(epochs: int) -> dict[int, set[str]]:
+        for worker in survivors:
+            job.wait_for_line(worker, "sockets", epochs)
+        return {w: set(job.lines(w, "sockets")[epochs - 1]) for w in survivors}
+
+    first = wait_for_sockets(1)
+    job.kill(1)
+    second = wait_for_sockets(2)
+    newcomer = job.add()
+    third = wait_for_sockets(3)
+    job.wait_for_line(newcomer, "sockets")
+    for worker in survivors:
+        kept = first[worker] & second[worker]
+        assert len(kept) == size - 2
+        assert kept == second[worker] & third[worker]
+        assert len(third[worker]) == size - 1
+    stop_loops(job)
+    assert [job.wait(w) for w in (*survivors, newcomer)] == [0] * size, job.logs()
+
+
 LEAKS = """
 from ringjax import _native, errors
 

@@ -24,6 +24,11 @@
 // the classes send through ControlConnections. The heartbeat thread replies to
 // straggler probes with the state of the core, even if the interpreter is busy.
 //
+// A heartbeat ends with its epoch, but its connections may not: Release returns them,
+// and the ranks announce the next epoch on them by kEpoch messages. A heartbeat whose
+// peer has announced another epoch reads nothing more from that peer, and does not
+// expect beats from it (links/kept_connections.py).
+//
 // In an elastic job, a rank that a communicator blames also counts as lost. Each loss
 // rings `notify`, and the coordinator decides about the next epoch.
 #pragma once
