@@ -614,5 +614,24 @@ TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
   CHECK_EQ(status.rank(), 1);
 }
 
+// The message has three tiles. This rank copies in all of them, which makes the sum of
+// the counters as large as if both ranks had copied in the first tile.
+TEST(ARankAheadOfAStoppedPeerSleeps) {
+  PlayedSegments played(1.5);
+  std::vector<float> data(3 * kTile / sizeof(float), 1.0f);
+  std::thread peer([&] {
+    while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
+      std::this_thread::yield();
+    std::memcpy(played.theirs->InlineSlot(1, 1), played.theirs->InlineSlot(1, 0), 64);
+    played.theirs->Publish(SharedSegment::kAgreed, 1);
+  });
+  const double before = ThreadSeconds();
+  const Status status = played.ours->Run(AllreduceOf(&data));
+  CHECK(ThreadSeconds() - before < 0.3);
+  peer.join();
+  CHECK(status.code() == Code::kDeadlineExceeded);
+  CHECK_EQ(status.rank(), 1);
+}
+
 }  // namespace
 }  // namespace ringjax

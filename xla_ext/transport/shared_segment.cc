@@ -173,9 +173,11 @@ bool SharedSegment::Arm(bool, bool, std::vector<pollfd>*) {
 void SharedSegment::Disarm() { StoreShared(words_[rank_].asleep, uint32_t{kAwake}); }
 
 Waitable* SharedSegment::AllAt(Counter counter, uint64_t value) {
+  const uint64_t wanted = static_cast<uint64_t>(size_) * value;
+  if (awaited_ == counter && words_[rank_].sum == wanted) return &arrivals_;
   awaited_ = counter;
   sum_seen_ = 0;
-  StoreShared(words_[rank_].sum, static_cast<uint64_t>(size_) * value);
+  StoreShared(words_[rank_].sum, wanted);
   return &arrivals_;
 }
 

@@ -93,7 +93,9 @@ class SharedSegment final : public Waitable {
   void Disarm() override;
   // Returns a Waitable that wakes this rank only when the sum of `counter` over all
   // ranks has reached size() * `value`, or when a peer closes. So a rank that waits for
-  // all ranks is woken once, and not each time that a rank arrives.
+  // all ranks is woken once, and not each time that a rank arrives. A rank that is
+  // ahead adds more than `value`, so the sum may be reached before all ranks are there.
+  // From then on, each advance wakes this rank, if every wait for `value` calls AllAt.
   Waitable* AllAt(Counter counter, uint64_t value);
 
  private:
