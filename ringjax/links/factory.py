@@ -20,6 +20,7 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
@@ -421,7 +422,7 @@ class _FactoryRun:
         config, ranks = self.factory.config, len(self.sharing)
         host_bytes = self.factory.host_bytes
         self.ring = sizes.ring_bytes(config.ring_bytes, ranks, host_bytes)
-        if config.tile_bytes and ranks == len(self.ranks):
+        if config.tile_bytes and self._is_even(ranks):
             self.tile = sizes.tile_bytes(config.tile_bytes, ranks, host_bytes)
         fixed, size = host_bytes(ranks, self.ring, self.tile)
         if not parent:
@@ -435,6 +436,12 @@ class _FactoryRun:
         made = self.memory >= 0
         for child in children:
             self._send(child, size if made else 0, [self.memory] if made else [])
+
+    def _is_even(self, ranks: int) -> bool:
+        """Returns whether each host has `ranks` ranks, which all share its memory."""
+        members = [self.factory.members[rank] for rank in self.ranks]
+        hosts = Counter(self.factory.hosts[rank] for rank in self.ranks)
+        return all(m.shm for m in members) and set(hosts.values()) == {ranks}
 
     def _create_memory(self, fixed: int, size: int) -> int:
         try:

@@ -38,7 +38,7 @@ def ring_bytes(wanted: int, ranks: int, host_bytes: HostBytes) -> int:
 def tile_bytes(wanted: int, ranks: int, host_bytes: HostBytes) -> int:
     """Computes the size of a tile, which is at most the setting `wanted`.
 
-    All `ranks` of the communicator are on this host.
+    `ranks` is the number of ranks of the communicator on this host.
     """
     while wanted > 1 << 16 and host_bytes(ranks, 1 << 12, wanted)[0] > _MAX_SEGMENT:
         wanted = wanted // 2 & -4096

@@ -50,6 +50,7 @@ class ElasticJob:
         np: the number of workers that start the job.
         script: Python source that follows HEAD.
         env: additional variables for the workers.
+        hosts: the number of hosts that the workers name in turns; 0 for one real host.
         limits: further arguments of `Coordinator`.
     """
 
@@ -59,8 +60,10 @@ class ElasticJob:
         np: int,
         script: str,
         env: Mapping[str, str] | None = None,
+        hosts: int = 0,
         **limits: Any,
     ) -> None:
+        self._hosts = hosts
         self.id = uuid.uuid4().hex[:12]
         self._folder, self._env, self.np = folder, dict(env or {}), np
         self._script = folder / "script.py"
@@ -92,6 +95,8 @@ class ElasticJob:
             "RINGJAX_JOB": self.job,
             **self._env,
         }
+        if self._hosts:
+            variables["RINGJAX_HOSTNAME"] = f"host{worker % self._hosts}"
         self.coordinator.expected(worker)
         with (
             (self._folder / f"{worker}.out").open("wb") as out,

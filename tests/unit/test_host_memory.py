@@ -20,12 +20,14 @@ __all__ = ["world"]  # a fixture
         ((0, 0), {}, {8192}),
         ((0, 0, 0, 0, 0), {}, {8192}),
         ((0, 0, 1), {}, {0, None}),
+        ((0, 1, 0, 1), {}, {8192}),
+        ((0, 0, 1, 1), {"shm": False}, {None}),
         ((0, 0), {"tile_bytes": 0}, {0}),
         ((0, 0), {"shm": False}, {None}),
         ((0,), {}, {None}),
     ],
 )
-def test_only_ranks_of_one_host_have_a_segment(
+def test_only_ranks_of_even_hosts_have_a_segment(
     world: Callable[..., Ranks],
     hosts: tuple[int, ...],
     settings: dict[str, Any],

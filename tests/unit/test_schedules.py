@@ -67,6 +67,7 @@ def applies(op: str, algorithm: str, host: list[int]) -> bool:
     ranks = [host.count(h) for h in sorted(set(host))]
     several = 1 < len(ranks) < len(host)
     needs_even = op in ("allgather", "reducescatter", "alltoall")
+    needs_even |= algorithm == "hierarchical_shared"
     return several and (not needs_even or len(set(ranks)) == 1)
 
 

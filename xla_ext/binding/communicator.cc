@@ -283,8 +283,10 @@ std::shared_ptr<Communicator> MakeCommunicator(
     }
     const int index = index_of[static_cast<size_t>(rank)];
     if (index < 0) throw nb::value_error("ringjax: this rank has no place in memory");
-    if (tile_bytes > 0 && ranks.size() != hosts.size())
-      throw nb::value_error("ringjax: a shared segment needs all ranks on one host");
+    const auto here =
+        std::count(hosts.begin(), hosts.end(), hosts[static_cast<size_t>(rank)]);
+    if (tile_bytes > 0 && static_cast<long>(ranks.size()) != here)
+      throw nb::value_error("ringjax: a shared segment needs all ranks of its host");
     const HostLayout layout{static_cast<int>(ranks.size()), ring_bytes, tile_bytes};
     auto map = HostMemory::Map(memfd.Release()[0], layout);
     Raise(map.status());
@@ -302,7 +304,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
   std::unique_ptr<SharedSegment> segment;
   if (memory && std::get<2>(*memory) > 0) {
     segment = std::make_unique<SharedSegment>(bell.get());
-  } else {
+  }
+  if (!segment || static_cast<size_t>(segment->size()) < hosts.size()) {
     // Peers begin rounds over these links at any time (Rounds::LookForRound).
     std::vector<int> near;
     for (size_t r = 0; r < index_of.size(); ++r)

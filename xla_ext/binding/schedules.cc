@@ -156,7 +156,7 @@ void BindSchedules(nb::module_& m) {
       [](const std::string& op, const std::string& algorithm,
          const std::vector<int>& host) {
         return AlgorithmOf(op, algorithm)
-            .applies({0, static_cast<int>(host.size()), host, OnOneHost(host)});
+            .applies({0, static_cast<int>(host.size()), host, true});
       },
       "op"_a, "algorithm"_a, "host"_a);
   m.def(
@@ -192,8 +192,7 @@ void BindSchedules(nb::module_& m) {
       "predict",
       [](const std::string& op, uint64_t bytes, const std::vector<int>& host,
          const nb::dict& cost) {
-        const Topology topology{0, static_cast<int>(host.size()), host,
-                                OnOneHost(host)};
+        const Topology topology{0, static_cast<int>(host.size()), host, true};
         const CostModel model = ReadCost(cost);
         std::vector<std::pair<std::string, double>> all;
         for (const Algorithm& a : Algorithms())

@@ -78,17 +78,21 @@ RJ_ALGORITHM(HierarchicalAlltoall);
 
 #undef RJ_ALGORITHM
 
-// shared.cc. The table pairs these cost functions with schedules of other algorithms.
+// shared.cc, hierarchical.cc. The table pairs these cost functions with schedules of
+// other algorithms.
 double SharedAllreduceCost(uint64_t bytes, const Network&);
 double SharedReducescatterCost(uint64_t bytes, const Network&);
 double SharedAllgatherCost(uint64_t bytes, const Network&);
 double SharedBroadcastCost(uint64_t bytes, const Network&);
 double SharedAlltoallCost(uint64_t bytes, const Network&);
+double RailsAllreduceCost(uint64_t bytes, const Network&);
 
 // hierarchical.cc. HasHierarchy returns whether there are several hosts, and at least
 // one has several ranks. HasEvenHierarchy also requires equally many ranks on all
 // hosts.
 bool HasHierarchy(const Topology& topology);
 bool HasEvenHierarchy(const Topology& topology);
+// Returns the steps of a rank's schedule whose peers are on other hosts.
+Schedule BetweenHosts(const Schedule& schedule, const Topology& topology);
 
 }  // namespace ringjax::collective

@@ -153,6 +153,15 @@ Schedule HierarchicalAllreduce(const Problem& problem, const Topology& topology)
   return builder.Take();
 }
 
+Schedule BetweenHosts(const Schedule& schedule, const Topology& topology) {
+  const auto host = [&](int rank) { return topology.host[static_cast<size_t>(rank)]; };
+  Schedule between;
+  for (const Step& step : schedule.steps)
+    if (step.peer >= 0 && host(step.peer) != host(topology.rank))
+      between.steps.push_back(step);
+  return between;
+}
+
 Schedule HierarchicalHalvingAllreduce(const Problem& problem,
                                       const Topology& topology) {
   const HostRanks hosts = Hosts(topology);
@@ -337,6 +346,20 @@ double InsideHosts(uint64_t bytes, const Traffic& traffic, const CostModel& mode
 double HierarchicalAllreduceCost(uint64_t bytes, const Network& net) {
   const Traffic traffic(net);
   return InsideHosts(bytes, traffic, net.model) +
+         BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), net.model);
+}
+
+// The phases do not overlap. On 2 x 4 ranks and links of 1 Gbit/s, this algorithm took
+// 0.86 to 1.0 of the time of the hierarchical schedule up to 1 MiB, and 1.09 for 16
+// MiB. On faster links, it took 0.7 to 0.85 up to 1 MiB, and 0.9 to 1.0 for 16 MiB.
+double RailsAllreduceCost(uint64_t bytes, const Network& net) {
+  constexpr uint64_t kMostInTurn = 2 << 20;
+  const Traffic traffic(net);
+  const double inside =
+      SharedAllreduceCost(bytes, {FullHost(traffic.widest()), net.model});
+  const double exposed =
+      bytes > kMostInTurn ? InsideHosts(bytes, traffic, net.model) : 0;
+  return inside + exposed +
          BetweenHosts(2, static_cast<double>(bytes), traffic.hosts(), net.model);
 }
 

@@ -63,10 +63,10 @@ struct Topology {
   int rank = 0;
   int size = 1;
   std::vector<int> host;  // host[r]: the index of the host of rank r
-  bool segment = false;   // whether all ranks have mapped a shared segment
+  bool segment = false;   // whether the ranks of each host have mapped a shared segment
 };
 
-// Returns whether all ranks are on one host, as a shared segment requires.
+// Returns whether all ranks are on one host.
 inline bool OnOneHost(const std::vector<int>& host) {
   return std::all_of(host.begin(), host.end(), [&](int h) { return h == host[0]; });
 }

@@ -15,7 +15,12 @@ namespace {
 using namespace collective;  // NOLINT: the table lists this namespace
 
 bool Always(const Topology&) { return true; }
-bool HasSharedSegment(const Topology& topology) { return topology.segment; }
+bool HasSharedSegment(const Topology& topology) {
+  return topology.segment && OnOneHost(topology.host);
+}
+bool HasSegmentOnEachHost(const Topology& topology) {
+  return topology.segment && HasEvenHierarchy(topology);
+}
 bool HasSeveralHosts(const Topology& topology) { return !OnOneHost(topology.host); }
 // With more ranks on several hosts, P - 1 streams would enter each host, and each rank
 // would need links to all others.
@@ -33,6 +38,8 @@ constexpr auto kAlltoall = Collective::kAlltoall;
 constexpr std::string_view kHosts = "several ranks on several hosts";
 constexpr std::string_view kSeveralHosts = "several hosts";
 constexpr std::string_view kSharedMemory = "memory that all ranks share";
+constexpr std::string_view kHostMemory =
+    "several hosts with equally many ranks, which share memory";
 constexpr std::string_view kFewRanks = "one host or at most 32 ranks";
 
 #define RJ_ROW(op, name, generator, applies, needs) \
@@ -50,6 +57,8 @@ constexpr std::array kTable = {
     RJ_ROW(kAllreduce, "hierarchical", HierarchicalAllreduce, HasHierarchy, kHosts),
     RJ_ROW(kAllreduce, "hierarchical_halving", HierarchicalHalvingAllreduce,
            HasHierarchy, kHosts),
+    Algorithm{kAllreduce, kRails, HierarchicalAllreduce, HasSegmentOnEachHost,
+              kHostMemory, RailsAllreduceCost},
     Algorithm{kAllgather, kShared, DirectAllgather, HasSharedSegment, kSharedMemory,
               SharedAllgatherCost},
     RJ_ROW(kAllgather, "direct", DirectAllgather, HasFewRanks, kFewRanks),

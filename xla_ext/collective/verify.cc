@@ -471,7 +471,7 @@ Report Verify(const Algorithm& algorithm, const std::vector<Problem>& problems,
   if (problems[0].op != algorithm.op) return Failed(Bad("another collective"));
   std::vector<Schedule> schedules;
   for (int r = 0; r < size; ++r) {
-    const Topology topology{r, size, host, OnOneHost(host)};
+    const Topology topology{r, size, host, true};
     if (!algorithm.applies(topology))
       return Failed(Bad("it does not apply to these hosts"));
     schedules.push_back(algorithm.generate(problems[static_cast<size_t>(r)], topology));

@@ -55,6 +55,26 @@ train(lambda state: next(steps)(state),""",
 CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
 
 
+def test_ranks_of_several_hosts_are_killed_in_the_middle_of_calls(
+    start: Start,
+) -> None:
+    # 2 hosts with 3 workers each, then with 2 and 3, then with 2 each.
+    script = JIT + 'say("used", *{c["algorithm"] for c in ringjax.recent_calls()})'
+    kills = "call.moving=kill@4#300;call.moving=kill@1#600"
+    env = {"RINGJAX_FAILPOINTS": kills, "RINGJAX_CALIBRATE": "off"}
+    job = start(6, script, env=env, hosts=2)
+    alive = {0, 2, 3, 5}
+    wait_for_first_steps(job, 1)
+    for victim in (4, 1):
+        job.workers[victim].wait()
+    wait_for_more_steps(job, alive, 20)
+    stop_loops(job)
+    for worker in alive:
+        assert job.workers[worker].wait() == 0, job.logs()
+    assert "hierarchical_shared" in job.lines(0, "used")[0]
+    check_steps(job, alive)
+
+
 @pytest.mark.parametrize(
     ("script", "victims"),
     [(WEIGHTED, (2, 0)), (CHECKED, (2, 0, 4, 3))],

@@ -21,7 +21,9 @@
 
 namespace ringjax {
 
-// The links, the shared segment and the timeouts of a communicator, as one call uses
+struct HostEndpoints;
+
+// The links, the shared segments and the timeouts of a communicator, as one call uses
 // them.
 struct Endpoints {
   // The link to each rank; null for this rank, and for a rank to which no link has been
@@ -30,8 +32,11 @@ struct Endpoints {
   // Makes the links to these ranks that do not exist. Each of these ranks must require
   // the link to this rank in the same call. Null if all links exist.
   std::function<Status(std::span<const int> peers)> require;
-  std::unique_ptr<SharedSegment> segment;  // null if the communicator has none
-  Dissemination dissemination;             // the steps of an agreement over links
+  // A segment of all ranks; null if the communicator has none.
+  std::unique_ptr<SharedSegment> segment;
+  // The segment of this host, if there are several hosts; null if it has none.
+  std::unique_ptr<HostEndpoints> host;
+  Dissemination dissemination;  // the steps of an agreement over links
   int rank = 0;
   double timeout = 0;      // seconds without progress until a call fails; 0 means never
   double stall_after = 1;  // seconds without progress until on_stall is called
@@ -40,6 +45,15 @@ struct Endpoints {
   // for, and in `*end` whether `timeout` has passed. The call ends if the function
   // fails, or if it returns with `*end` true.
   std::function<Status(double, const std::vector<int>&, bool* end)> on_stall;
+};
+
+// The ranks of this host in a communicator of several hosts. They share a segment, in
+// which a rank is known by its index in `ranks`.
+struct HostEndpoints {
+  std::vector<int> ranks;           // ranks of the communicator, in ascending order
+  std::unique_ptr<Endpoints> near;  // the segment, without links
+  // Returns whether a tile has a cache line for each of these ranks.
+  bool fits() const { return near->segment->tile_bytes() / kLineBytes >= ranks.size(); }
 };
 
 inline constexpr char kNotMoved[] = "has not moved any data";

@@ -10,7 +10,7 @@
 namespace ringjax {
 
 std::string_view Route::name() const {
-  if (kind == Kind::kSchedule) return algorithm->name;
+  if (kind >= Kind::kRails) return algorithm->name;
   constexpr std::string_view kNames[] = {"inline", "tiles", "adasum"};
   return kNames[static_cast<size_t>(kind)];
 }
@@ -42,8 +42,9 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
              inputs.topology, inputs.cost);
   if (!chosen.ok()) return chosen.status();
   const Algorithm* algorithm = chosen.value();
-  const bool tiles = algorithm->name == kShared;
-  return Route{tiles ? Route::Kind::kTiles : Route::Kind::kSchedule, algorithm};
+  if (algorithm->name == kShared) return Route{Route::Kind::kTiles, algorithm};
+  if (algorithm->name == kRails) return Route{Route::Kind::kRails, algorithm};
+  return Route{Route::Kind::kSchedule, algorithm};
 }
 
 }  // namespace ringjax

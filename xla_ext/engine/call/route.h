@@ -3,6 +3,7 @@
 //
 //   kInline    in the shared segment, together with the agreement (inline_data.h)
 //   kTiles     through the shared segment, in tiles (tiles.h)
+//   kRails     inside the hosts in tiles, and between them over links (rails.h)
 //   kAdasum    between pairs of ranks, over links (adasum.h)
 //   kSchedule  over links, by the schedule of an algorithm (executor.h). A message to a
 //              rank of the same host is read by CMA from `least_cma` bytes on; else the
@@ -37,9 +38,9 @@ inline constexpr uint64_t kMaxInlineAllreduce = 16 << 10;
 inline std::atomic<uint64_t> least_cma{16 << 10};
 
 struct Route {
-  enum class Kind : uint8_t { kInline, kTiles, kAdasum, kSchedule };
+  enum class Kind : uint8_t { kInline, kTiles, kAdasum, kRails, kSchedule };
   Kind kind = Kind::kSchedule;
-  const Algorithm* algorithm = nullptr;  // kTiles and kSchedule
+  const Algorithm* algorithm = nullptr;  // kTiles, kRails and kSchedule
 
   // Returns "inline", "tiles", "adasum" or the name of the algorithm.
   std::string_view name() const;

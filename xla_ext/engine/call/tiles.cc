@@ -202,17 +202,17 @@ class TilePipeline {
   uint64_t StripElements() const { return kStrip / std::max(width_, wire_width_); }
 
   // Reduces `own` and the `n` elements at byte `offset` of every peer's slot of tile
-  // `k` into `result`.
+  // `k` into `result`, which `sums` describes.
   //
   // Each rank starts with the data of the next rank, so that not all ranks read from
   // one core at the same time. The order of the sum differs between parts, but only one
   // rank sums each part, so all ranks have the same result.
   void ReduceStrip(std::byte* result, const void* own, uint64_t k, uint64_t offset,
-                   uint64_t n) const {
+                   uint64_t n, Sums sums = Sums::kComplete) const {
     for (int i = 1; i < size_; ++i) {
       const int peer = (rank_ + i) % size_;
       Combine(result, own, Slot(k, peer) + offset, n, arithmetic_, i == 1,
-              i == size_ - 1);
+              i == size_ - 1 && sums == Sums::kComplete);
       own = result;
     }
   }
@@ -454,7 +454,12 @@ class BlockPipeline : public TilePipeline {
 
 class ReducescatterPipeline : public BlockPipeline {
  public:
-  using BlockPipeline::BlockPipeline;
+  ReducescatterPipeline(const Buffers& buffers, std::vector<uint64_t> counts, Sums sums,
+                        const Tiling& tiling, const Arithmetic& arithmetic,
+                        const Endpoints& endpoints, Waiter* waiter)
+      : BlockPipeline(buffers, std::move(counts), tiling, arithmetic, endpoints,
+                      waiter),
+        sums_(sums) {}
 
  private:
   void CopyIn(uint64_t k) override { CopyInForPeers(k); }
@@ -468,10 +473,13 @@ class ReducescatterPipeline : public BlockPipeline {
       const Span out = buffers_.out->At(at * width_, most);
       const Span own = buffers_.in->At((Start(rank_) + at) * width_, out.bytes);
       const uint64_t n = own.bytes / width_;
-      ReduceStrip(out.data, own.data, k, place + (at - part.begin) * wire_width_, n);
+      ReduceStrip(out.data, own.data, k, place + (at - part.begin) * wire_width_, n,
+                  sums_);
       at += n;
     }
   }
+
+  const Sums sums_;
 };
 
 // A collective that only moves bytes. In an alltoall, all blocks have the same size,
@@ -542,7 +550,7 @@ std::vector<uint64_t> BlockSizes(const Problem& problem, int size) {
 
 Status RunInTiles(const Problem& problem, const Buffers& buffers,
                   const Arithmetic& arithmetic, const Endpoints& endpoints,
-                  Waiter* waiter, bool* fits) {
+                  Waiter* waiter, bool* fits, Sums sums) {
   *fits = true;
   if (problem.op == Collective::kAllreduce)
     return AllreducePipeline(buffers, problem.counts[0], arithmetic, endpoints, waiter)
@@ -557,7 +565,7 @@ Status RunInTiles(const Problem& problem, const Buffers& buffers,
   *fits = longest == 0 || tiling.tile > 0;
   if (tiling.tiles == 0) return OkStatus();
   if (reduces)
-    return ReducescatterPipeline(buffers, std::move(counts), tiling, arithmetic,
+    return ReducescatterPipeline(buffers, std::move(counts), sums, tiling, arithmetic,
                                  endpoints, waiter)
         .Run();
   return MovePipeline(buffers, alltoall, std::move(counts), tiling, arithmetic,

@@ -40,15 +40,20 @@
 
 namespace ringjax {
 
+enum class Sums : uint8_t { kComplete, kPartial };
+
 // Runs an allreduce, a reduce-scatter, a broadcast, an allgather, or an alltoall with
 // problem.even. The buffers of an allreduce or a broadcast may be the same memory. An
 // allreduce must have at least one element. Fails with the errors of Execute.
+//
+// A reduce-scatter of kPartial sums is one step of a larger reduction: the results are
+// neither scaled nor rounded to the wire's element type. Other collectives ignore that.
 //
 // Sets `*fits` to false, on all ranks, if a tile has fewer cache lines than it must
 // hold blocks. Then no data have moved, and the caller must use the executor.
 Status RunInTiles(const Problem& problem, const Buffers& buffers,
                   const Arithmetic& arithmetic, const Endpoints& endpoints,
-                  Waiter* waiter, bool* fits);
+                  Waiter* waiter, bool* fits, Sums sums = Sums::kComplete);
 
 // -- results that outlive an aborted call --------------------------------------------
 //

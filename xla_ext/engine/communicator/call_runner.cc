@@ -7,9 +7,11 @@
 #include <exception>
 
 #include "base/failpoint.h"
+#include "collective/algorithms.h"
 #include "engine/call/adasum.h"
 #include "engine/call/agreement.h"
 #include "engine/call/inline_data.h"
+#include "engine/call/rails.h"
 #include "engine/call/tiles.h"
 #include "engine/communicator/resilient_comm.h"
 #include "transport/cma.h"
@@ -169,6 +171,8 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
       attempt->reduced = planner_.RetainedWhenReducedIs(requests[0]);
     if (attempt->reduced > 0) attempt->source = Source::kTileResults;
   }
+  if (Status s = AgreeOnSegments(call.op, frame, &waiter); !s.ok())
+    return failures_.Fail(call, s);
   CallCompletion::Barrier barrier = CallCompletion::Barrier::kNone;
   const auto tiles_finished = [&] {
     return segment ? segment->own(SharedSegment::kFinished) : 0;
@@ -252,6 +256,15 @@ Status CallRunner::AgreeOn(const Call& call, const Status& valid, const Frame& f
   return OkStatus();
 }
 
+Status CallRunner::AgreeOnSegments(Collective op, const Frame& frame, Waiter* waiter) {
+  if (segments_agreed_ || op != Collective::kAllreduce) return OkStatus();
+  segments_agreed_ = true;
+  Topology& topology = state_.options.topology;
+  if (!collective::HasEvenHierarchy(topology)) return OkStatus();
+  const bool fits = state_.endpoints.host && state_.endpoints.host->fits();
+  return Agree(frame, fits, state_.endpoints, waiter, &topology.segment);
+}
+
 Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* waiter) {
   request->buffers.in = &request->in;
   request->buffers.out = &request->out;
@@ -270,8 +283,12 @@ Status CallRunner::RunRequest(Request* request, const Frame& frame, Waiter* wait
                       state_.endpoints, waiter, &could));
     if (could) return OkStatus();
   }
-  const Status done = Execute(plan, request->buffers, request->arithmetic, frame,
-                              state_.endpoints, waiter);
+  const Status done =
+      route.kind == Route::Kind::kRails
+          ? ReduceOnRails(plan, request->problem, request->buffers, request->arithmetic,
+                          frame, state_.endpoints, waiter)
+          : Execute(plan, request->buffers, request->arithmetic, frame,
+                    state_.endpoints, waiter);
   // A peer that has invalidated its exposed bytes is not to blame: the call has failed
   // on that peer, and the reason arrives on this rank as an abort a moment later.
   if (HasInvalidated(done.rank())) failures_.AwaitReason();

@@ -70,6 +70,10 @@ class CallRunner {
   // the caller's check, is the vote of this rank.
   Status AgreeOn(const Call& call, const Status& valid, const Frame& frame,
                  Waiter* waiter, Agreement* agreement);
+  // Lets all ranks agree, once in a communicator, on whether each host has a segment:
+  // the memory of a host may have been refused. Sets topology.segment. `op` is the
+  // collective of a call to which all ranks have agreed.
+  Status AgreeOnSegments(Collective op, const Frame& frame, Waiter* waiter);
   Status CheckSplits(const Call& call, const Frame& frame, Waiter* waiter,
                      bool* fit) const;
   // Completes an inline call from the data that arrived with the agreement, and clears
@@ -93,6 +97,7 @@ class CallRunner {
   Planner& planner_;
   CallCompletion& completion_;
   std::vector<std::byte> scratch_;
+  bool segments_agreed_ = false;  // see AgreeOnSegments
 };
 
 }  // namespace ringjax

@@ -9,6 +9,22 @@
 
 namespace ringjax {
 
+namespace {
+
+std::unique_ptr<HostEndpoints> MakeHostEndpoints(
+    const Topology& topology, std::unique_ptr<SharedSegment> segment) {
+  auto host = std::make_unique<HostEndpoints>();
+  const auto on = [&](int rank) { return topology.host[static_cast<size_t>(rank)]; };
+  for (int r = 0; r < topology.size; ++r)
+    if (on(r) == on(topology.rank)) host->ranks.push_back(r);
+  host->near = std::make_unique<Endpoints>();
+  host->near->rank = segment->rank();
+  host->near->segment = std::move(segment);
+  return host;
+}
+
+}  // namespace
+
 CommState::CommState(CommunicatorOptions given,
                      std::vector<std::unique_ptr<Link>> links,
                      std::unique_ptr<Doorbell> bell,
@@ -23,7 +39,10 @@ CommState::CommState(CommunicatorOptions given,
       abort(options.world_ranks, doorbell.get(), own.get()) {
   options.topology.segment = segment != nullptr;
   endpoints.links = std::move(links);
-  endpoints.segment = std::move(segment);
+  if (OnOneHost(options.topology.host))
+    endpoints.segment = std::move(segment);
+  else if (segment)
+    endpoints.host = MakeHostEndpoints(options.topology, std::move(segment));
   if (options.open_links)
     endpoints.require = [this](std::span<const int> peers) {
       return RequireLinks(peers);

@@ -139,7 +139,7 @@ struct CommState {
   }
 
   // After construction only `cost` and `algorithm` change, in SetCostModel, which holds
-  // the ticket lock.
+  // the ticket lock, and topology.segment, in the first allreduce.
   CommunicatorOptions options;
   const std::unique_ptr<Doorbell> doorbell;
   // A ResilientComm with this communicator as its only epoch. It orders the calls that

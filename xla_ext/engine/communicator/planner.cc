@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "collective/algorithms.h"
 #include "engine/call/tiles.h"
 
 namespace ringjax {
@@ -49,8 +50,10 @@ Result<const Planned*> Planner::PlanFor(const Request& request) {
     RJ_TRY(CheckProblem(problem, state_.size()));
     const bool in_place =
         problem.op == Collective::kAllreduce || problem.op == Collective::kBroadcast;
-    const Schedule schedule =
-        route.value().algorithm->generate(problem, state_.options.topology);
+    const Topology& topology = state_.options.topology;
+    Schedule schedule = route.value().algorithm->generate(problem, topology);
+    if (route.value().kind == Route::Kind::kRails)
+      schedule = collective::BetweenHosts(schedule, topology);
     Planned planned{route.value(), Compile(schedule, state_.size(), in_place)};
     found = plans_.emplace(std::move(key), std::move(planned)).first;
   }

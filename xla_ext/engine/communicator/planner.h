@@ -16,7 +16,8 @@
 namespace ringjax {
 
 // A route and the plan of its schedule. A route of kind kTiles has a plan, too, which
-// runs if a tile has too few cache lines for all ranks.
+// runs if a tile has too few cache lines for all ranks. The plan of kRails contains
+// only the steps between hosts.
 struct Planned {
   Route route;
   Plan plan;
