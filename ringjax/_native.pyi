@@ -43,15 +43,16 @@ class Communicator:
         connect: Connect | None = None,
         resilient: ResilientComm | None = None,
         ending: Communicator | None = None,
+        registered: bool = True,
     ) -> None:
         """Takes ownership of the descriptors in `links` and `memory`.
 
         The constructor takes ownership even if it raises an error, unless the error is
         a TypeError. ringjax.links.descriptors.LinkDescriptors describes `links`,
         `memory`, and the name `doorbell`. `connect` makes the links to ranks that a
-        call needs and that have none. Compiled programs find the communicator by its
-        id, with `resilient` only after ResilientComm.install. If `ending` is given,
-        each call ends with a barrier of its ranks.
+        call needs and that have none. If `registered`, compiled programs find the
+        communicator by its id, with `resilient` only after ResilientComm.install. If
+        `ending` is given, each call ends with a barrier of its ranks.
         """
     @property
     def id(self) -> int: ...
@@ -653,3 +654,23 @@ def pack(
     """Enqueues copies of tensors to one buffer, or back; returns the launch count."""
 
 def cuda_ffi_targets() -> dict[str, Any]: ...
+
+def mpi_install(path: str) -> None:
+    """Makes the library at `path` pass JAX's MPI calls on to the groups here.
+
+    Raises:
+        RuntimeError: jaxlib has not loaded this library.
+    """
+
+def mpi_set_world(rank: int, size: int) -> None: ...
+def mpi_expect(
+    color: int, key: int, collectives: Communicator, messages: Communicator
+) -> None:
+    """Makes the next MPI_Comm_split with this color and key a group on both.
+
+    Both communicators have the ranks of the group. `messages` serves messages between
+    pairs of ranks only.
+    """
+
+def mpi_close(why: str) -> None:
+    """Makes all calls of all groups fail with `why`, and drops the communicators."""

@@ -104,11 +104,14 @@ INCLUDES = {
         *("base", "collective", "engine/call", "engine/communicator"),
         "engine/recorder",
     },
+    "mpi": {"base", "collective", "engine/call", "engine/communicator"},
     "cuda": set(),  # some compilers receive only this folder
     "cuda/cuda_on_cpu.h": {"base", "cuda"},  # replaces CUDA's headers
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "device", *ENGINE},
-    "binding": {"base", "transport", "collective", "cuda", "device", "ffi", *ENGINE},
+    "binding": {
+        *("base", "transport", "collective", "cuda", "device", "ffi", "mpi", *ENGINE)
+    },
 }
 
 EVERYTHING = "ringjax xla_ext tests examples benchmarks docs release"

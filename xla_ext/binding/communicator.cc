@@ -258,7 +258,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
     const std::vector<int>& hosts, const std::vector<int>& members,
     const std::vector<LinkSockets>& links, const std::optional<SharedMemory>& memory,
     const std::string& doorbell, const nb::dict& options, const nb::object& connect,
-    std::shared_ptr<ResilientComm> resilient, std::shared_ptr<Communicator> ending) {
+    std::shared_ptr<ResilientComm> resilient, std::shared_ptr<Communicator> ending,
+    bool registered) {
   // From here on the core owns all descriptors, and closes them if this code throws.
   std::vector<int> fds;
   for (const auto& link : links)
@@ -316,7 +317,7 @@ std::shared_ptr<Communicator> MakeCommunicator(
   auto c = std::make_shared<Communicator>(
       std::move(o), std::move(made), std::move(bell), std::move(segment), resilient);
   // A communicator of an elastic job is registered later, by Install.
-  if (!resilient) RegisterAfter(c, {});
+  if (!resilient && registered) RegisterAfter(c, {});
   return c;
 }
 
@@ -380,7 +381,7 @@ void BindHostCommunicator(nb::module_& m) {
            "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a,
            "memory"_a = nb::none(), "doorbell"_a = "", "options"_a,
            "connect"_a = nb::none(), "resilient"_a = nb::none(),
-           "ending"_a = nb::none())
+           "ending"_a = nb::none(), "registered"_a = true)
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)

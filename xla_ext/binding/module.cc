@@ -330,6 +330,7 @@ NB_MODULE(_native, m) {
   BindEager(m);
   BindPlainCalls(m);
   BindTensorFlow(m);
+  BindJaxGroups(m);
   m.def("ffi_targets", [] { return AsTargets(HostHandlers()); });
   m.def("compares_at", &ComparesAt, "step"_a, "every"_a);
   m.def("hash_memory", &HashMemory, "pieces"_a);

@@ -23,6 +23,7 @@ void BindEager(nanobind::module_& m);       // named operations
 void BindPlainCalls(nanobind::module_& m);  // calls that avoid Python
 void BindRecorder(nanobind::module_& m);    // events and totals of the calls
 void BindTensorFlow(nanobind::module_& m);  // tensors of TensorFlow's kernels
+void BindJaxGroups(nanobind::module_& m);   // MPI calls of JAX
 
 // File descriptors that the destructor closes, unless Release has returned them.
 class Descriptors {

@@ -79,6 +79,15 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
   // A call that is not valid on this rank also takes a sequence number, so that the
   // sequence numbers of all ranks stay equal.
   state_.progress->BeginNext();
+  SetTimeouts(call);
+  frame->job = state_.options.job;
+  frame->epoch = state_.options.epoch;
+  frame->communicator = static_cast<uint32_t>(state_.options.id);
+  frame->sequence = state_.sequence();
+  return OkStatus();
+}
+
+void CallRunner::SetTimeouts(const Call& call) {
   stalls_.BeginCall();
   state_.endpoints.timeout =
       call.timeout >= 0 ? call.timeout : state_.options.collective_timeout;
@@ -88,11 +97,6 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
                                             const std::vector<int>& peers, bool* end) {
     return stalls_.OnStall(call, seconds, peers, end);
   };
-  frame->job = state_.options.job;
-  frame->epoch = state_.options.epoch;
-  frame->communicator = static_cast<uint32_t>(state_.options.id);
-  frame->sequence = state_.sequence();
-  return OkStatus();
 }
 
 Status CallRunner::Compare(const Call& call, const Status& local_check, bool* refused) {

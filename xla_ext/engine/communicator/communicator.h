@@ -198,6 +198,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   std::map<std::string, int> transports() const;  // numbers of links
 
  private:
+  friend class PointToPoint;
+
   // The ResilientComm that orders the calls: CommState::own until this communicator is
   // installed in another ResilientComm.
   ResilientComm& order() const;
