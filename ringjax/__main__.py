@@ -12,13 +12,17 @@ from collections.abc import Sequence
 # name -> (module, help text)
 COMMANDS = {
     "doctor": ("ringjax.doctor.cli", "what would keep a job from running well here?"),
+    "jax-collectives": (
+        "ringjax.settings.mpi_library",
+        "variables with which ringjax carries JAX's collectives",
+    ),
     "explain": ("ringjax.explain", "what to do about an error, by its name or text"),
     "top": ("ringjax.top.cli", "a running job: its ranks, who is late, what happened"),
 }
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<15}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: ringjax COMMAND [options]", "", *lines, ""])
 
 

@@ -654,7 +654,6 @@ def pack(
     """Enqueues copies of tensors to one buffer, or back; returns the launch count."""
 
 def cuda_ffi_targets() -> dict[str, Any]: ...
-
 def mpi_install(path: str) -> None:
     """Makes the library at `path` pass JAX's MPI calls on to the groups here.
 

@@ -110,6 +110,11 @@ class Config:
         "Number of processes that JAX joins to a group. Gradients are averaged "
         "between groups.",
     )
+    jax_collectives: bool = _setting(
+        False,
+        parsers.boolean,
+        "Whether ringjax carries the collectives of jax.distributed's CPU programs.",
+    )
     tls: str = _setting(
         "auto",
         parsers.choice("auto", "required", "off"),

@@ -132,7 +132,7 @@ def build_parser(version: str) -> argparse.ArgumentParser:
 
 
 def _add_switch(
-    group: argparse._ArgumentGroup,
+    group: argparse._ActionsContainer,
     name: str,
     on: str = argparse.SUPPRESS,
     off: str = argparse.SUPPRESS,
@@ -226,6 +226,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         help="join every K processes by jax.distributed into one JAX program that "
         "shards over their devices; ringjax averages between these groups, and with "
         "--min-np groups are lost and join as a whole (1)",
+    )
+    _add_switch(
+        parser,
+        "jax-collectives",
+        on="carry psum and the other collectives of jax.distributed's CPU programs by "
+        "ringjax, and not by Gloo (RINGJAX_JAX_COLLECTIVES)",
+        off="leave them to Gloo",
     )
     add(
         "--devices-per-rank",
@@ -546,7 +553,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
         env |= {"RINGJAX_FUSION_THRESHOLD": threshold}
     if args.stall_check is False:
         env |= {"RINGJAX_STALL_WARNING": "0", "RINGJAX_COLLECTIVE_TIMEOUT": "0"}
-    for option in ("timeline_mark_cycles", "autotune"):
+    for option in ("timeline_mark_cycles", "autotune", "jax_collectives"):
         if (value := getattr(args, option)) is not None:
             env[f"RINGJAX_{option.upper()}"] = str(int(value))
     if args.tcp:

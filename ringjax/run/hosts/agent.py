@@ -40,6 +40,7 @@ from ringjax.run.hosts.channel import (
 )
 from ringjax.run.hosts.pipe_writer import PipeWriter
 from ringjax.run.hosts.telemetry_relay import TelemetryRelay
+from ringjax.settings import mpi_library
 
 if TYPE_CHECKING:
     from ringjax.control.sealed_messages import SessionKeys
@@ -176,7 +177,9 @@ class Agent:
         if message.get("engine"):
             env = {**env, **environ.engine_variables()}
         for order in message["children"]:
-            self._start_child(order, {**env, **order["env"]}, task)
+            own = {**env, **order["env"]}
+            own |= mpi_library.variables(own)
+            self._start_child(order, own, task)
 
     def _start_child(
         self, order: Message, env: dict[str, str], task: bytes | None
