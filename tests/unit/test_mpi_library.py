@@ -1,7 +1,8 @@
 """Tests of libringjax_mpi.so against the installed jaxlib.
 
 jaxlib resolves all names of MPItrampoline's ABI when it is imported, and ends the
-process if one is missing. So a version of jaxlib that needs another name must fail here.
+process if one is missing. So a version of jaxlib that needs another name must fail
+here.
 """
 
 from __future__ import annotations
