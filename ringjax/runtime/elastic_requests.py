@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import zlib
 from collections.abc import Iterator, Sequence
 
 from ringjax import _native, failpoints
@@ -18,7 +17,7 @@ from ringjax.membership.client import CoordinatorClient
 from ringjax.runtime import lifecycle
 from ringjax.runtime.groups import replica_set
 from ringjax.world import epoch_devices
-from ringjax.world.communicator_ids import PRIVATE
+from ringjax.world.communicator_ids import private_id
 from ringjax.world.epoch_info import EpochInfo
 from ringjax.world.world import World
 
@@ -189,12 +188,9 @@ def private_communicator(ranks: Sequence[int]) -> Iterator[_native.Communicator]
             f"ringjax.private_communicator: ranks are {list(chosen)}, without this "
             f"one, {world.rank}"
         )
-    # Every rank in `ranks` derives the same id from values that are equal on all of
-    # them.
     key = (epoch.number, *chosen)
     count = world.private_counts[key] = world.private_counts.get(key, 0) + 1
-    digest = zlib.crc32(str((key, count)).encode()) & (PRIVATE - 1)
-    number, name = PRIVATE | digest, f"ranks {list(chosen)}"
+    number, name = private_id(key, count), f"ranks {list(chosen)}"
     try:
         epoch.link(number, chosen, name, world.link_factory_of(epoch))
         with world.changed:

@@ -8,12 +8,14 @@ plus a bit or an offset for its purpose:
     0 ... REPLICA_SET - 1                    process set
     REPLICA_SET                              replica set of this rank
     REPLICA_SET | EAGER_LANE                 CALL_END, see below
-    PRIVATE | hash                           see runtime.private_communicator
+    PRIVATE | hash                           see private_id
     process set | EAGER_LANE                 eager lane of a process set
     set | DEVICE_CONTROL | index * _DEVICE   control of one device of each rank
 """
 
 from __future__ import annotations
+
+import zlib
 
 REPLICA_SET = 1 << 27
 PRIVATE = 1 << 28
@@ -37,6 +39,15 @@ def control_id(set_id: int, device_index: int) -> int:
         (3, 2)
     """
     return set_id | DEVICE_CONTROL | device_index * _DEVICE
+
+
+def private_id(*key: object) -> int:
+    """Returns the id of a private communicator of some ranks.
+
+    Its ranks make it together and the others do not know it, so they all derive the id
+    from a `key` that is equal on all of them and has not been used in this epoch.
+    """
+    return PRIVATE | zlib.crc32(str(key).encode()) & (PRIVATE - 1)
 
 
 def device_index_of(number: int) -> int:

@@ -55,6 +55,8 @@ class Epoch:
     stack_probe: StackProbe | None = None
     cost: dict[str, float] = field(default_factory=dict)
     recorder: _native.Recorder | None = None
+    # Whether compiled programs find the communicators by their ids.
+    registered: bool = True
     communicators: dict[int, _native.Communicator] = field(default_factory=dict)
     # The communicators on which the program's calls run, each with its resilient
     # communicator, or with None in a static job.
@@ -201,6 +203,7 @@ class Epoch:
             },
             resilient=resilient,
             ending=ending,
+            **({} if self.registered else {"registered": False}),
         )
         if (fd := communicator.doorbell_socket) >= 0:
             self._sockets.setdefault(number, []).append((fd, os.fstat(fd).st_ino))

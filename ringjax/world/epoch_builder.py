@@ -35,6 +35,7 @@ class EpochBuilder:
     log: Callable[[str, str], None]  # receives a level and a text
     recorder: _native.Recorder
     kept: KeptConnections = field(default_factory=KeptConnections)
+    registered: bool = True  # see `Epoch`
 
     def build(
         self, members: EpochDirective, watch: LossMonitor | None, before: Epoch | None
@@ -77,6 +78,7 @@ class EpochBuilder:
             stack_probe=self.stack_probe,
             cost={} if before is None else before.cost,
             recorder=self.recorder,
+            registered=self.registered,
         )
 
     def _keep_connections(self, members: EpochDirective, before: Epoch | None) -> None:

@@ -1,0 +1,229 @@
+"""A world apart: connects the processes of `jax.distributed`, independently of `init`.
+
+JAX's own collectives run on its communicators. Its ranks are JAX's processes, which may
+be one group of a larger job, or need no ringrun at all. So it has a coordinator, a
+listener and an epoch of its own, and compiled programs do not find its communicators by
+their ids, which are ids of the ordinary world, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ringjax import _native, stderr
+from ringjax.config import LOG_LEVELS, Config
+from ringjax.control.listener import LinkListener
+from ringjax.errors import RingjaxError, StartupError, from_status
+from ringjax.membership.coordinator import Coordinator
+from ringjax.membership.directives import EpochDirective
+from ringjax.membership.job_credentials import JobCredentials
+from ringjax.membership.joined_job import JoinedJob, join
+from ringjax.world.communicator_ids import private_id
+from ringjax.world.epoch import Epoch
+from ringjax.world.epoch_builder import EpochBuilder
+from ringjax.world.hello import create_hello, listening_hosts
+from ringjax.world.key_value_store import KeyValueStore
+from ringjax.world.recorder import create_recorder
+from ringjax.world.stack_probe import StackProbe
+
+_NAME = "JAX's processes"
+_SECRET_LABEL = b"ringjax: the world apart of jax.distributed, "
+
+
+class WorldApart:
+    """The connection of this process with the other processes of `jax.distributed`.
+
+    All processes make it at the same time. The constructor raises StartupError if not
+    all of them come, and PeerLost if one is lost meanwhile.
+
+    Args:
+        store: the processes' key-value store, with the rank and the size of the world.
+        config: the settings. Those about the ordinary job, such as ranks, do not apply.
+    """
+
+    def __init__(self, store: KeyValueStore, config: Config) -> None:
+        self.rank, self.size = store.rank, store.size
+        self._config = _static(config)
+        # The ranks and the use of each communicator, by its id.
+        self._groups: dict[int, tuple[tuple[int, ...], str]] = {}
+        self._coordinator: Coordinator | None = None
+        self._listener: LinkListener | None = None
+        self._job: JoinedJob | None = None
+        self._stack_probe: StackProbe | None = None
+        self._epoch: Epoch | None = None
+        try:
+            self._join(store)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, store: KeyValueStore) -> None:
+        config = self._config
+        hello = create_hello(self.rank, self.size, config)
+        machines = store.exchange("machine", hello["machine"])
+        hosts = listening_hosts(config, single_host=len(set(machines)) == 1)
+        found = store.from_first("coordinator", lambda: self._start_coordinator(hosts))
+        secret = _derived_secret(config, found["job"]) or bytes.fromhex(found["secret"])
+        if not secret:
+            raise StartupError(
+                "process 0 has the secret of a job (RINGJAX_SECRET), and process "
+                f"{self.rank} does not: all processes must be started by one ringrun"
+            )
+        self._listener = LinkListener(
+            secret,
+            found["job"],
+            rank=self.rank,
+            size=self.size,
+            hosts=hosts,
+            log=lambda text: self._log("warning", text),
+            failed=self._on_thread_failure,
+            tls=config.tls,
+        )
+        client = join(
+            JobCredentials(found["addresses"], secret, found["job"]),
+            self.rank,
+            hello | self._listener.hello_entries(),
+            config.start_timeout,
+            failure_timeout=config.failure_timeout,
+            tls=config.tls,
+        )
+        self._job = JoinedJob(client, secret, found["job"], self._coordinator)
+        self._connect_everybody(client.first)
+
+    def _start_coordinator(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Returns what the other processes need to join; runs on process 0.
+
+        A secret that all processes derive is not among it, because anybody can read
+        JAX's key-value store.
+        """
+        config, job = self._config, secrets.token_hex(8)
+        derived = _derived_secret(config, job)
+        secret = derived or secrets.token_bytes(32)
+        self._coordinator = Coordinator(
+            secret,
+            job,
+            np=self.size,
+            on_loss="stop",
+            hosts=hosts,
+            start_timeout=config.start_timeout,
+            tls=config.tls,
+        )
+        self._coordinator.start()
+        return {
+            "addresses": ",".join(self._coordinator.addresses),
+            "job": job,
+            "secret": "" if derived else secret.hex(),
+        }
+
+    def _connect_everybody(self, members: Any) -> None:
+        assert isinstance(members, EpochDirective)
+        assert self._job is not None
+        self._stack_probe = StackProbe(self._log)
+        builder = EpochBuilder(
+            config=self._config,
+            joined_job=self._job,
+            listener=self._listener,
+            notify=-1,
+            stack_probe=self._stack_probe,
+            log=self._log,
+            recorder=create_recorder(
+                self._config, f"JAX process {self.rank}", self._job.job
+            ),
+            registered=False,
+        )
+        self._epoch = builder.build(members, self._job.client, None)
+        builder.connect(self._epoch, members, [(0, range(self.size), _NAME)], {})
+
+    def connect(self, ranks: Sequence[int], use: str = "") -> _native.Communicator:
+        """Connects processes, and returns their communicator, in the order of `ranks`.
+
+        All of `ranks` call it at the same time, and this process is one of them. If
+        they are connected already for this `use`, it returns the communicator at once.
+
+        Raises:
+            Unreachable: not all of them have called it within the start timeout.
+            PeerLost: one of them is lost.
+            RingjaxError: the world is closed.
+        """
+        epoch, chosen = self._epoch, tuple(ranks)
+        if epoch is None:
+            raise RingjaxError(f"{_NAME} are not connected any more")
+        # Others may connect groups in another order, so the id is not a count.
+        number = private_id("apart", chosen, use)
+        if self._groups.setdefault(number, (chosen, use)) != (chosen, use):
+            other = _text(self._groups[number][0])
+            raise RingjaxError(
+                f"{_NAME} {_text(chosen)} have, by chance, the id of {other}: give one "
+                "group its processes in another order"
+            )
+        if (known := epoch.communicators.get(number)) is not None:
+            return known
+        try:
+            return epoch.connect(number, chosen, f"{_NAME} {_text(chosen)}")
+        except BaseException as error:
+            epoch.disconnect(number)
+            if isinstance(error, _native.StatusError):
+                raise from_status(error) from error
+            raise
+
+    def _on_thread_failure(self, text: str) -> None:
+        self._log("error", text)
+        if self._epoch is not None:
+            self._epoch.fail(text)
+            self._epoch.abort(text, self.rank)
+
+    def _log(self, level: str, text: str) -> None:
+        if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self._config.log_level):
+            stderr.line(f"[ringjax, JAX {self.rank}/{self.size}] {level}: {text}")
+
+    def close(self) -> None:
+        """Leaves in good order, and closes everything. Further calls do nothing."""
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.leave()
+            if self._job is not None:
+                self._job.client.leave()
+            epoch.close()
+        for part in (self._stack_probe, self._listener, self._job or self._coordinator):
+            if part is not None:
+                part.close()
+        self._stack_probe = self._listener = self._job = self._coordinator = None
+
+    def close_in_child(self) -> None:
+        """Closes the copies of the sockets in a forked child."""
+        for part in (
+            self._epoch,
+            self._stack_probe,
+            self._listener,
+            self._job or self._coordinator,
+        ):
+            if part is not None:
+                part.close_in_child()
+
+
+def _text(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _static(config: Config) -> Config:
+    """Returns the settings of a static job whose ranks no launcher has assigned."""
+    assigned = ("rank", "size", "worker")
+    places = ("local_rank", "local_size", "cross_rank", "cross_size")
+    unset: dict[str, Any] = dict.fromkeys((*assigned, *places))
+    return replace(config, elastic=False, group_size=1, **unset)
+
+
+def _derived_secret(config: Config, job: str) -> bytes:
+    """Returns a secret derived from that of this process's job; empty without one."""
+    try:
+        secret = config.secret_bytes()
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if secret is None:
+        return b""
+    return hmac.digest(secret, _SECRET_LABEL + job.encode(), hashlib.sha256)
