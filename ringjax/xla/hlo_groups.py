@@ -68,7 +68,7 @@ def groups_of(text: str) -> list[Group]:
     return sorted(found)
 
 
-def _collectives(text: str) -> Iterator[_Collective]:
+def _collectives(text: str) -> Iterator[_HloCollective]:
     for match in _OPCODE.finditer(text):
         if match[1].endswith(("-done", "-update")):
             continue
@@ -86,11 +86,11 @@ def _collectives(text: str) -> Iterator[_Collective]:
                 f"{text[start : match.end() + 200].partition(chr(10))[0].strip()!r}"
             )
         rest = _STRING.sub('""', text[match.end() : end if end >= 0 else None])
-        yield _Collective(head[1], head[2], match[1].removesuffix("-start"), rest)
+        yield _HloCollective(head[1], head[2], match[1].removesuffix("-start"), rest)
 
 
 @dataclass(frozen=True)
-class _Collective:
+class _HloCollective:
     """An instruction that communicates. `rest` is its line from the operands on."""
 
     name: str

@@ -1,7 +1,7 @@
 """Wraps JAX's private names, which change between versions of JAX.
 
-Only this file and `tokens.py` may import ``jax._src``. The tests run both files with
-the oldest and the newest supported JAX. This module emits and orders calls;
+Only this file, `jax_client.py` and `tokens.py` may import ``jax._src``. The tests run
+them with the oldest and the newest supported JAX. This module emits and orders calls;
 `primitive.py` and `collectives/` define what each collective means.
 """
 

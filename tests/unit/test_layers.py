@@ -51,7 +51,8 @@ JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
 # Modules that are loaded only if the program has loaded JAX or needs it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
-JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.tokens"}
+JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.jax_client"}
+JAX_PRIVATE |= {"ringjax.xla.tokens"}
 FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras"}
 # Adapters that import several frameworks, because TensorFlow contains Keras, and Keras
 # has backends.
@@ -69,6 +70,7 @@ ENVIRONMENT_READERS = {
     ),
     *("control/launch_environment.py", "membership/job_credentials.py"),
     "spark/trainers/keras.py",  # says which backend a task's Keras has
+    "xla/jax_collectives.py",  # variables of jaxlib and XLA
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # an example in a docstring
     "runtime/reused_process.py",  # changes it during a `with` block
