@@ -1,0 +1,199 @@
+"""Runs JAX's own collectives on ringjax: psum and others, between processes on CPUs.
+
+XLA calls them through an MPI, and jaxlib loads the library of that MPI when it is
+imported, from the path in MPITRAMPOLINE_LIB. ringjax has such a library. This module
+decides whether JAX's client uses it, or Gloo, which is JAX's default. All processes of
+`jax.distributed` decide alike.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import backend
+
+from ringjax import _native, stderr
+from ringjax.config import Config
+from ringjax.world.apart import WorldApart
+from ringjax.world.key_value_store import KeyValueStore
+from ringjax.xla import jax_client
+from ringjax.xla.priming import Priming
+
+# The MPI library, which is installed beside the native core.
+LIBRARY = Path(_native.__file__).with_name("libringjax_mpi.so")
+VARIABLE = "MPITRAMPOLINE_LIB"
+# The versions of jaxlib that were tested: from the first, and below the second.
+TESTED = (0, 10, 2), (0, 13)
+_DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+_CLOSED = "JAX's collectives have ended on this process"
+
+# The interface of the native core to the MPI library.
+_mpi: Any = _native
+
+
+@dataclass(frozen=True)
+class JaxCollectives:
+    """The parts behind the collectives of one client of JAX."""
+
+    world: WorldApart
+    mpi: Any  # XLA's object
+    stop_priming: Callable[[], None]
+
+    def close(self) -> None:
+        self.stop_priming()
+        _mpi.mpi_close(_CLOSED)
+        self.world.close()
+        self.mpi.Finalize()
+
+
+_current: JaxCollectives | None = None
+# The key-value store of the newest client, and how many clients have used it.
+_last_store: tuple[Any, int] = None, 0
+
+
+def enable() -> None:
+    """Makes JAX's client for CPUs use ringjax if it can, else Gloo.
+
+    Raises:
+        RuntimeError: JAX has made its client already.
+    """
+    backend.register_backend_factory(
+        "cpu", _make_client, priority=0, fail_quietly=False
+    )
+    atexit.register(_close_at_exit)
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def refusal(version: str, devices: int, environ: Mapping[str, str]) -> str:
+    """Returns why ringjax cannot run JAX's collectives in this process, or "".
+
+    Args:
+        version: the version of jaxlib.
+        devices: the number of this process's devices.
+        environ: the environment in which jaxlib was imported.
+    """
+    oldest, newer = (".".join(map(str, bound)) for bound in TESTED)
+    found = environ.get(VARIABLE)
+    if not TESTED[0] <= _numbers(version) < TESTED[1]:
+        return (
+            f"it was tested with jaxlib from {oldest} to before {newer}, not {version}"
+        )
+    if devices != 1:
+        return f"a process must have one device, and this one has {devices}"
+    if not LIBRARY.exists():
+        return f"this build of ringjax has no {LIBRARY.name}"
+    if not found:
+        return f"{VARIABLE} was not set to {LIBRARY} before the program was started"
+    if not os.path.exists(found) or not LIBRARY.samefile(found):
+        return f"{VARIABLE} names another library, {found}"
+    try:
+        _mpi.mpi_install(str(LIBRARY))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def device_count(setting: int, flags: str) -> int:
+    """Returns the number of CPU devices that XLA will make for this process.
+
+    Args:
+        setting: JAX's setting jax_num_cpu_devices, -1 if it is not set.
+        flags: XLA_FLAGS, of which the last flag counts.
+    """
+    counts = _DEVICE_FLAG.findall(flags)
+    return setting if setting >= 0 else int(counts[-1]) if counts else 1
+
+
+def _make_client() -> Any:
+    """Makes JAX's client for CPUs. JAX calls it while it holds a lock."""
+    job = jax_client.current_job()
+    if job is None or job.processes == 1:
+        return jax_client.make_client()
+    config, settings = Config.from_env(), jax.config
+    store = KeyValueStore(
+        job.store, job.process, job.processes, _prefix(job), config.start_timeout
+    )
+    devices = device_count(
+        settings.values.get("jax_num_cpu_devices", -1), os.environ.get("XLA_FLAGS", "")
+    )
+    why = refusal(metadata.version("jaxlib"), devices, os.environ)
+    reasons = store.exchange("refusal", why)
+    refused = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason]
+    if not refused:
+        return jax_client.make_client(_open(store, config))
+    if job.process == 0:
+        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        stderr.line(
+            f"[ringjax] JAX's collectives use Gloo, not ringjax: {refused[0]}{more}"
+        )
+    return jax_client.make_client(jax_client.make_gloo(job.store))
+
+
+def _prefix(job: jax_client.JaxJob) -> str:
+    """Returns a prefix for keys that no earlier client has used in this store."""
+    global _last_store
+    store, count = _last_store
+    _last_store = job.store, count + 1 if store is job.store else 0
+    return f"ringjax/{_last_store[1]}"
+
+
+def _open(store: KeyValueStore, config: Config) -> Any:
+    """Connects all processes, and returns XLA's collectives on their world."""
+    global _current
+    # A client that jax.extend.backend has cleared may have left one behind.
+    if _current is not None:
+        _current.close()
+        _current = None
+    world = WorldApart(store, config)
+    try:
+        _mpi.mpi_set_world(store.rank, store.size)
+        mpi = jax_client.make_mpi()
+        mpi.Init()
+    except BaseException:
+        world.close()
+        raise
+
+    def connect(ranks: Sequence[int]) -> tuple[Any, Any]:
+        # Messages between pairs are not numbered alike on all ranks, as calls are.
+        return world.connect(ranks), world.connect(ranks, "messages")
+
+    def expect(color: int, key: int, both: tuple[Any, Any]) -> None:
+        _mpi.mpi_expect(color, key, *both)
+
+    priming = Priming(store.rank, connect, expect)
+    _current = JaxCollectives(world, mpi, jax_client.on_load(priming))
+    return mpi
+
+
+def _close_at_exit() -> None:
+    """Leaves the world, after the programs that other processes still need."""
+    global _current
+    if _current is None:
+        return
+    for array in jax.live_arrays():
+        # The error of a failed program is raised to those who use its results.
+        with contextlib.suppress(Exception):
+            array.block_until_ready()
+    _current.close()
+    _current = None
+
+
+def _close_in_child() -> None:
+    # Keep the object: its destructors would end what belongs to the parent.
+    if _current is not None:
+        _current.world.close_in_child()
+        atexit.unregister(_close_at_exit)

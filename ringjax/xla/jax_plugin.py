@@ -1,0 +1,17 @@
+"""The entry point in the group `jax_plugins`: JAX calls it before its first client.
+
+JAX imports this module in every program of an environment that has ringjax, so it
+imports no more than the settings.
+"""
+
+from __future__ import annotations
+
+from ringjax.config import Config
+
+
+def initialize() -> None:
+    """Runs JAX's own collectives on ringjax if RINGJAX_JAX_COLLECTIVES is set."""
+    if Config.from_env().jax_collectives:
+        from ringjax.xla import jax_collectives
+
+        jax_collectives.enable()
