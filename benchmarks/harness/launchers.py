@@ -112,7 +112,7 @@ def _launch(
         crowded = ranks > (os.cpu_count() or 1)
         yields = {"I_MPI_THREAD_YIELD": "2"} if crowded else {}
         return Launch([own, "-n", str(ranks)], environment=yields)
-    return Launch(each=True)
+    return Launch(environment=dict(entry.environment), each=True)
 
 
 def missing(modules: Sequence[str], python: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""XLA's own CPU collectives, by psum over processes."""
+"""XLA's own CPU collectives, by psum over processes: on Gloo, or on ringjax."""
 
 from __future__ import annotations
 
@@ -86,3 +86,7 @@ class JaxGloo(Peer):
         import jax
 
         jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+
+
+class JaxOnRingjax(JaxGloo):
+    """The same program with RINGJAX_JAX_COLLECTIVES=1: its collectives on ringjax."""

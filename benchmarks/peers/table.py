@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.peers.adapter import Peer
 from benchmarks.peers.horovod import Horovod, RingjaxTorch
-from benchmarks.peers.jax_gloo import JaxGloo
+from benchmarks.peers.jax_gloo import JaxGloo, JaxOnRingjax
 from benchmarks.peers.keras import RingjaxKeras
 from benchmarks.peers.limit import Limit
 from benchmarks.peers.mpi4jax import Mpi4jax
@@ -20,6 +20,7 @@ from benchmarks.peers.ringjax import JaxEmpty, Ringjax, RingjaxTcp
 from benchmarks.peers.shards import JaxShards, RingjaxShards
 from benchmarks.peers.tensorflow import RingjaxTensorflow
 from benchmarks.peers.torch_gloo import TorchGloo
+from ringjax.settings import mpi_library
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ def _keras(backend: str) -> Entry:
     return _ours(RingjaxKeras, "keras", backend, environment=variable)
 
 
+def _collectives() -> dict[str, str]:
+    """Returns the variables with which ringjax carries JAX's collectives."""
+    wanted = {mpi_library.SWITCH: "1"}
+    return wanted | mpi_library.variables(wanted)
+
+
 # Peers by their names on the command line.
 PEERS = {
     "limit": Entry(Limit, ()),
@@ -69,6 +76,7 @@ PEERS = {
     **{f"keras-{name}": _keras(name) for name in ("jax", "torch", "tensorflow")},
     "jax-empty": Entry(JaxEmpty, ("ringjax",), "ringrun"),
     "jax-gloo": Entry(JaxGloo, ("jax",)),
+    "jax-ringjax": Entry(JaxOnRingjax, ("jax", "ringjax"), environment=_collectives()),
     "ringjax-shards": Entry(RingjaxShards, ("ringjax",), "ringrun"),
     "jax-shards": Entry(JaxShards, ("jax",)),
     "torch-gloo": Entry(TorchGloo, ("torch",)),

@@ -12,10 +12,8 @@ import atexit
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,16 +21,12 @@ from jax.extend import backend
 
 from ringjax import _native, stderr
 from ringjax.config import Config
+from ringjax.settings import mpi_library
 from ringjax.world.apart import WorldApart
 from ringjax.world.key_value_store import KeyValueStore
 from ringjax.xla import jax_client
 from ringjax.xla.priming import Priming
 
-# The MPI library, which is installed beside the native core.
-LIBRARY = Path(_native.__file__).with_name("libringjax_mpi.so")
-VARIABLE = "MPITRAMPOLINE_LIB"
-# The versions of jaxlib that were tested: from the first, and below the second.
-TESTED = (0, 10, 2), (0, 13)
 _DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _CLOSED = "JAX's collectives have ended on this process"
 
@@ -73,38 +67,20 @@ def enable() -> None:
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def refusal(version: str, devices: int, environ: Mapping[str, str]) -> str:
+def refusal(devices: int) -> str:
     """Returns why ringjax cannot run JAX's collectives in this process, or "".
 
-    Args:
-        version: the version of jaxlib.
-        devices: the number of this process's devices.
-        environ: the environment in which jaxlib was imported.
+    `devices` is the number of devices that this process has.
     """
-    oldest, newer = (".".join(map(str, bound)) for bound in TESTED)
-    found = environ.get(VARIABLE)
-    if not TESTED[0] <= _numbers(version) < TESTED[1]:
-        return (
-            f"it was tested with jaxlib from {oldest} to before {newer}, not {version}"
-        )
     if devices != 1:
         return f"a process must have one device, and this one has {devices}"
-    if not LIBRARY.exists():
-        return f"this build of ringjax has no {LIBRARY.name}"
-    if not found:
-        return f"{VARIABLE} was not set to {LIBRARY} before the program was started"
-    if not os.path.exists(found) or not LIBRARY.samefile(found):
-        return f"{VARIABLE} names another library, {found}"
+    if why := mpi_library.problem():
+        return why
     try:
-        _mpi.mpi_install(str(LIBRARY))
+        _mpi.mpi_install(str(mpi_library.path()))
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def device_count(setting: int, flags: str) -> int:
@@ -130,8 +106,7 @@ def _make_client() -> Any:
     devices = device_count(
         settings.values.get("jax_num_cpu_devices", -1), os.environ.get("XLA_FLAGS", "")
     )
-    why = refusal(metadata.version("jaxlib"), devices, os.environ)
-    reasons = store.exchange("refusal", why)
+    reasons = store.exchange("refusal", refusal(devices))
     refused = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason]
     if not refused:
         return jax_client.make_client(_open(store, config))
