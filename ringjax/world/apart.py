@@ -144,6 +144,7 @@ class WorldApart:
 
         All of `ranks` call it at the same time, and this process is one of them. If
         they are connected already for this `use`, it returns the communicator at once.
+        Two threads may connect different groups, but not the same, at the same time.
 
         Raises:
             Unreachable: not all of them have called it within the start timeout.

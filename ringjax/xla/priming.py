@@ -107,9 +107,13 @@ class Priming:
         try:
             communicator = self._connect(processes)
         except Unreachable as error:
-            raise Stalled(_explain(processes, text, error), error.ranks) from error
+            advice = (
+                "compiling it is collective: each of them must compile it, and its "
+                f"other programs in the same order; {error}"
+            )
+            raise Stalled(_explain(processes, text, advice), error.ranks) from error
         except PeerLost as error:
-            raise PeerLost(_explain(processes, text, error), error.rank) from error
+            raise PeerLost(_explain(processes, text, str(error)), error.rank) from error
         with self._splitting:
             place = processes.index(self._process)
             self._expect(group[0].id, place, communicator)
@@ -139,14 +143,12 @@ def _ids(group: Sequence[jax.Device]) -> tuple[int, ...]:
     return tuple(device.id for device in group)
 
 
-def _explain(processes: Sequence[int], text: str, error: RingjaxError) -> str:
+def _explain(processes: Sequence[int], text: str, why: str) -> str:
     """Returns the text of an error for processes that did not connect."""
     module = _MODULE.match(text)
     return (
         f"the program {module[1] if module else 'without a name'} communicates between "
-        f"processes {', '.join(map(str, processes))}, and compiling it is collective: "
-        "each of them must compile it, and its other programs in the same order; "
-        f"{error}"
+        f"processes {', '.join(map(str, processes))}: {why}"
     )
 
 

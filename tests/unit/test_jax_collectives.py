@@ -283,7 +283,7 @@ def test_a_process_that_does_not_compile_is_named() -> None:
     out = run(lines, 2, *2 * [{"RINGJAX_START_TIMEOUT": "4"}])
     found = out[0][0].splitlines()
     assert found[1].startswith(
-        "Stalled [1] the program jit__lambda communicates between processes 0, 1, and "
+        "Stalled [1] the program jit__lambda communicates between processes 0, 1: "
         "compiling it is collective: each of them must compile it, and its other "
         "programs in the same order; JAX's processes 0, 1: rank 0 could not be"
     ), out
