@@ -20,6 +20,7 @@ from benchmarks.peers.ringjax import JaxEmpty, Ringjax, RingjaxTcp
 from benchmarks.peers.shards import JaxShards, RingjaxShards
 from benchmarks.peers.tensorflow import RingjaxTensorflow
 from benchmarks.peers.torch_gloo import TorchGloo
+from ringjax.run import environ
 from ringjax.settings import mpi_library
 
 
@@ -56,9 +57,9 @@ def _keras(backend: str) -> Entry:
 
 
 def _collectives() -> dict[str, str]:
-    """Returns the variables with which ringjax carries JAX's collectives."""
+    """Returns the variables that `ringrun --jax-collectives` sets."""
     wanted = {mpi_library.SWITCH: "1"}
-    return wanted | mpi_library.variables(wanted)
+    return environ.rank_defaults() | wanted | mpi_library.variables(wanted)
 
 
 # Peers by their names on the command line.
