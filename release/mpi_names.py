@@ -1,7 +1,7 @@
 """Writes xla_ext/mpi/mpi_names.h from MPItrampoline's lists.
 
 `python release/mpi_names.py CHECKOUT` reads the lists of a checkout of MPItrampoline
-(github.com/eschnett/MPItrampoline). It leaves out the names that mpi_library.cc defines.
+(github.com/eschnett/MPItrampoline). It omits the names that mpi_library.cc defines.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "xla_ext" / "mpi"
 HEAD = """\
 // The names of MPItrampoline's ABI that JAX does not use, each in CONSTANT or FUNCTION.
-// Written by release/mpi_names.py; do not edit. No include guard: mpi_library.cc includes
-// the file where it defines both macros.
+// Written by release/mpi_names.py; do not edit. There is no include guard, because
+// mpi_library.cc includes the file where it defines both macros.
 """
 
 

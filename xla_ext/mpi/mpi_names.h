@@ -1,6 +1,6 @@
 // The names of MPItrampoline's ABI that JAX does not use, each in CONSTANT or FUNCTION.
-// Written by release/mpi_names.py; do not edit. No include guard: mpi_library.cc includes
-// the file where it defines both macros.
+// Written by release/mpi_names.py; do not edit. There is no include guard, because
+// mpi_library.cc includes the file where it defines both macros.
 CONSTANT(MPIABI_ANY_SOURCE)
 CONSTANT(MPIABI_ANY_TAG)
 CONSTANT(MPIABI_PROC_NULL)

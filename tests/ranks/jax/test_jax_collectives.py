@@ -1,0 +1,294 @@
+"""JAX's own collectives on ringjax, in programs of jax.distributed without ringjax.
+
+Each process is started without a launcher, with the variables that `ringjax
+jax-collectives` prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from textwrap import dedent
+
+import pytest
+from support.launch import environment
+
+from ringjax.control import addresses
+from ringjax.settings import mpi_library
+
+VARIABLES = {mpi_library.SWITCH: "1", "RINGJAX_START_TIMEOUT": "30"}
+HEAD = """
+import os, re, signal, sys, threading, time
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+rank, size, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+jax.distributed.initialize(where, size, rank)
+devices = np.array(jax.devices())
+store = jax._src.distributed.global_state.client
+
+def program(function, devices=devices, names=("p",), spec=P("p")):
+    mesh = Mesh(devices, names)
+    return jax.jit(jax.shard_map(
+        function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+def array(value, devices=devices, names=("p",), spec=P("p")):
+    '''The rows of all devices; row i of device i is the part of the array.'''
+    sharding = NamedSharding(Mesh(devices, names), spec)
+    return jax.make_array_from_callback(value.shape, sharding, lambda i: value[i])
+
+def local(result):
+    return np.asarray(result.addressable_shards[0].data)
+
+def on(function, value, devices=devices):
+    return local(program(function, devices)(array(value, devices)))
+
+def error_of(function):
+    try:
+        function()
+    except Exception as error:
+        return str(error)
+    return "no error"
+"""
+
+
+@contextlib.contextmanager
+def started(
+    lines: str, size: int, *variables: dict[str, str]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts the lines in processes of jax.distributed."""
+    port = addresses.listen("127.0.0.1")
+    where = addresses.show(*port.getsockname()[:2])
+    port.close()
+    wanted = VARIABLES | mpi_library.variables(VARIABLES)
+    words = [sys.executable, "-P", "-c", HEAD + dedent(lines)]
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), str(size), where],
+            env=environment("collectives", wanted | extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, extra in enumerate(variables or [dict[str, str]()] * size)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            with process:  # closes the pipes
+                process.wait()
+
+
+def run(lines: str, size: int, *variables: dict[str, str]) -> list[tuple[str, str]]:
+    """Runs the lines. Returns what each process printed, and its errors."""
+    with started(lines, size, *variables) as processes:
+        found = [process.communicate(timeout=100) for process in processes]
+        for process, (_, errors) in zip(processes, found, strict=True):
+            assert process.returncode == 0, errors
+    return found
+
+
+def run_ok(lines: str, size: int) -> None:
+    """Runs lines that check their results, and that ringjax carries them."""
+    out = run(lines + '\nprint("all right")\n', size)
+    assert out == [("all right\n", "")] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_of_every_dtype(size: int) -> None:
+    lines = """
+    kinds = "int8 int16 int32 uint8 uint16 uint32 float32 bfloat16 complex64 bool"
+    for kind in kinds.split():
+        dtype = jnp.dtype(kind)
+        for n in (1, 7, 3000):
+            value = (np.arange(size * size * n) % 5).astype(dtype)
+            value = value.reshape(size, size * n)
+            own = value[rank]
+            if kind != "bool":
+                got = on(lambda x: lax.psum(x, "p"), value)[0]
+                np.testing.assert_array_equal(got, value.sum(0, dtype=dtype))
+                got = on(lambda x: lax.psum_scatter(x[0], "p", tiled=True)[None], value)
+                expected = value.sum(0, dtype=dtype).reshape(size, n)[rank]
+                np.testing.assert_array_equal(got[0], expected)
+            if kind not in ("bool", "complex64"):
+                got = on(lambda x: lax.pmax(x, "p"), value)[0]
+                np.testing.assert_array_equal(got, value.max(0))
+            got = on(lambda x: lax.all_gather(x[0], "p")[None], value)[0]
+            np.testing.assert_array_equal(got, value)
+            ring = [(i, (i + 1) % size) for i in range(size)]
+            got = on(lambda x: lax.ppermute(x, "p", ring), value)[0]
+            np.testing.assert_array_equal(got, value[(rank - 1) % size])
+            got = on(lambda x: lax.ppermute(x, "p", [(0, 1)]), value)[0]
+            np.testing.assert_array_equal(got, value[0] if rank == 1 else 0 * own)
+            got = on(lambda x: lax.all_to_all(x, "p", 1, 1, tiled=True), value)[0]
+            expected = value.reshape(size, size, n)[:, rank].ravel()
+            np.testing.assert_array_equal(got, expected)
+    """
+    run_ok(lines, size)
+
+
+def test_groups_of_a_mesh_of_two_dimensions() -> None:
+    lines = """
+    value = np.arange(4.0, dtype=np.float32).reshape(4, 1)
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        chosen = devices[order].reshape(2, 2)
+        place = order.index(rank)
+        row, column = divmod(place, 2)
+        grid = value.reshape(2, 2)
+        for axes, expected in (
+            ("x", grid[:, column].sum()),
+            ("y", grid[row].sum()),
+            (("x", "y"), 6.0),
+        ):
+            spec = P(("x", "y"))
+            f = program(lambda x: lax.psum(x, axes), chosen, ("x", "y"), spec)
+            got = local(f(array(value, chosen, ("x", "y"), spec)))
+            assert got[0, 0] == expected, (order, axes, got)
+    # The partitioner's own collectives: a product of sharded matrices, and a sum.
+    mesh = Mesh(devices.reshape(2, 2), ("x", "y"))
+    a = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    def put(spec):
+        return jax.make_array_from_callback(
+            a.shape, NamedSharding(mesh, spec), lambda i: a[i])
+    result = jax.jit(
+        lambda x, y: (x @ y, (x * y).sum()),
+        out_shardings=NamedSharding(mesh, P()))(put(P("x", "y")), put(P("y", "x")))
+    np.testing.assert_array_equal(local(result[0]), a @ a)
+    assert local(result[1]) == (a * a).sum()
+    """
+    run_ok(lines, 4)
+
+
+def test_programs_of_some_processes_and_of_one_branch() -> None:
+    """Without priming, the sums would meet, or wait for ever."""
+    lines = """
+    value = np.ones((2, 1), np.float32)
+    if rank < 2:
+        assert on(lambda x: lax.psum(x, "p"), value, devices[:2])[0, 0] == 2
+    def branch(x):
+        return lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, "p"), lambda x: x, x)
+    three = np.ones((3, 1), np.float32)
+    assert on(branch, three)[0, 0] == 3
+    assert on(branch, -three)[0, 0] == -1
+    if rank > 0:
+        assert on(lambda x: lax.psum(x, "p"), value, devices[1:])[0, 0] == 2
+    """
+    run_ok(lines, 3)
+
+
+def test_the_helpers_of_jax_and_of_orbax() -> None:
+    lines = """
+    from jax.experimental import multihost_utils
+    multihost_utils.sync_global_devices("begin")
+    got = multihost_utils.process_allgather(np.array([rank, 10]))
+    np.testing.assert_array_equal(got, [[0, 10], [1, 10]])
+    assert multihost_utils.broadcast_one_to_all(np.float32(rank + 5)) == 5
+    """
+    run_ok(lines, 2)
+
+
+def test_gloo_computes_where_a_process_refuses() -> None:
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    lines = 'print(on(lambda x: lax.psum(x, "p"), np.ones((3, 1), np.float32))[0])'
+    (first, first_errors), (second, second_errors) = run(lines, 2, {}, two)
+    assert first.endswith("[3.]\n") and second.endswith("[3.]\n")
+    assert (
+        "[ringjax] JAX's collectives use Gloo, not ringjax: process 1: a process must "
+        "have one device, and this one has 2"
+    ) in first_errors
+    assert "[ringjax]" not in second_errors
+
+
+def test_nothing_happens_without_the_switch() -> None:
+    lines = """
+    assert on(lambda x: lax.psum(x, "p"), np.ones((2, 1), np.float32))[0, 0] == 2
+    assert "ringjax._native" not in sys.modules
+    """
+    off = {mpi_library.SWITCH: "0"}
+    run(lines, 2, off, off)
+
+
+def test_processes_that_disagree_get_one_error_and_go_on() -> None:
+    lines = """
+    shapes = (2, 10 + 2 * rank)
+    text = error_of(lambda: on(lambda x: lax.psum(x, "p"), np.ones(shapes, np.float32)))
+    print(re.search("ranks disagree.*", text)[0])
+    assert on(lambda x: lax.psum(x, "p"), np.ones((2, 3), np.float32))[0, 0] == 2
+    """
+    (first, _), (second, _) = run(lines, 2)
+    assert first == second
+    assert "rank 0 sent f32[10]" in first and "rank 1 sent f32[12]" in first
+
+
+def test_a_process_that_does_not_compile_is_named() -> None:
+    lines = """
+    if rank == 0:
+        text = error_of(
+            lambda: on(lambda x: lax.psum(x, "p"), np.ones((2, 1), np.float32)))
+        print(text)
+        store.key_value_set("tried", "")
+    store.blocking_key_value_get("tried", 50_000)
+    """
+    short = {"RINGJAX_START_TIMEOUT": "4"}
+    (text, _), _ = run(lines, 2, short, short)
+    assert "communicates between processes 0, 1: compiling it is collective" in text
+    assert "could not be connected with rank 1" in text
+
+
+LOSS = """
+f = program(lambda x: lax.psum(x, "p"))
+g = program(lambda x: lax.ppermute(x, "p", [(i, (i + 1) % size) for i in range(size)]))
+x = array(np.ones((size, 4), np.float32))
+local(f(x)), local(g(x))
+print("ready", flush=True)
+if rank == 1:
+    {how}
+text = error_of(lambda: [local(f(x)) for _ in range(10**9)])
+print(text.splitlines()[0], flush=True)
+text = error_of(lambda: local(g(x)))
+print(text.splitlines()[0], flush=True)
+os._exit(0)
+"""
+
+
+def survivors_of(how: str, size: int, *variables: dict[str, str]) -> Sequence[str]:
+    """Returns what the processes other than 1 printed after process 1 was lost."""
+    with started(LOSS.format(how=how), size, *variables) as processes:
+        texts = [
+            p.communicate(timeout=100)[0] for i, p in enumerate(processes) if i != 1
+        ]
+    assert all(text.startswith("ready\n") for text in texts)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 closed its connection"),
+        ("time.sleep(0.2); os._exit(3)", "rank 1 closed its connection"),
+        ("raise ValueError", "rank 1 "),
+    ],
+    ids=["killed", "exits", "raises"],
+)
+def test_all_others_name_a_lost_process(how: str, reason: str) -> None:
+    for text in survivors_of(how, 3):
+        first, second = text.splitlines()[1:]
+        assert reason in first and "psum" in first, text
+        assert reason in second, text
+
+
+def test_all_others_name_a_stopped_process() -> None:
+    how = "os.kill(os.getpid(), signal.SIGSTOP)"
+    more = {"RINGJAX_FAILURE_TIMEOUT": "2", "RINGJAX_HEARTBEAT": "0.2"}
+    with started(LOSS.format(how=how), 3, more, more, more) as processes:
+        texts = [processes[i].communicate(timeout=100)[0] for i in (0, 2)]
+        processes[1].send_signal(signal.SIGCONT)
+    for text in texts:
+        assert "rank 1 has been silent" in text
