@@ -44,6 +44,7 @@ CHECKS = (
     Check("core", of_host=software.core),
     Check("versions", of_host=software.fitting, of_job=software.alike),
     Check("settings", of_host=software.settings),
+    Check("JAX's collectives", of_host=software.jax_collectives),
     Check("/dev/shm", of_host=limits.dev_shm),
     Check("memfd", of_host=limits.memfd),
     Check("reading", of_host=limits.reading),

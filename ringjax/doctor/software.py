@@ -28,6 +28,7 @@ from ringjax.doctor.findings import (
     warn,
 )
 from ringjax.run.check_build import cuda_info, installed_version, library
+from ringjax.settings import mpi_library
 from ringjax.settings.unknown_variables import unknown_variable_warnings
 
 # Variables that make NCCL slower, and variables that list network interfaces.
@@ -173,6 +174,20 @@ def _wanted() -> str:
     except metadata.PackageNotFoundError:  # ringjax is a checkout that is not installed
         needs = []
     return next((need for need in needs if re.match(r"jax[<>=]", need)), "jax")
+
+
+def jax_collectives(host: HostContext) -> Iterator[Finding]:
+    """Checks that ringjax can carry JAX's own collectives, if the settings want it."""
+    if not mpi_library.is_wanted(host.environ):
+        return
+    named = host.environ.get(mpi_library.VARIABLE, "")
+    if why := mpi_library.problem():
+        yield warn(f"Gloo carries them: {why}", f"{sys.executable} -m pip install jax")
+    elif named and Path(named) != mpi_library.path():
+        text = f"Gloo carries them: {mpi_library.VARIABLE} names {named}"
+        yield warn(text, f"unset {mpi_library.VARIABLE}")
+    else:
+        yield ok("ringjax carries them")
 
 
 def alike(job: JobContext) -> Iterator[tuple[str, Finding]]:

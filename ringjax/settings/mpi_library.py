@@ -59,7 +59,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         >>> variables({}), variables({"RINGJAX_JAX_COLLECTIVES": "0"})
         ({}, {})
     """
-    if not _is_on(environ.get(SWITCH, "")) or environ.get(VARIABLE) or problem():
+    if not is_wanted(environ) or environ.get(VARIABLE) or problem():
         return {}
     return {VARIABLE: str(path())}
 
@@ -77,8 +77,9 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _is_on(text: str) -> bool:
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Returns whether RINGJAX_JAX_COLLECTIVES is set to a true value."""
     try:
-        return parsers.boolean(text)
+        return parsers.boolean(environ.get(SWITCH, ""))
     except ValueError:
         return False  # ringjax.init reports a wrong value

@@ -28,6 +28,12 @@ PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
 # Both have the page and the number of the block as key.
 BEFORE = {
+    ("docs/train/jax-collectives.md", 0): """
+        import os
+
+        port = 20000 + int(os.environ["RINGJAX_JOB"], 16) % 10000
+        os.environ["COORDINATOR"] = f"127.0.0.1:{port}"
+    """,
     ("docs/migrate/from-horovod.md", 0): """
         import numpy as np
 

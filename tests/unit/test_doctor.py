@@ -302,6 +302,15 @@ def test_bad_settings(name: str, value: str, status: str, text: str) -> None:
     assert found.fix_of("settings").startswith(f"unset {name};")
 
 
+def test_another_library_than_ringjaxs_for_the_collectives_of_jax() -> None:
+    wanted = {"RINGJAX_JAX_COLLECTIVES": "1"}
+    assert not run_doctor_once(env=wanted).problems("JAX's collectives")
+    found = run_doctor_once(env=wanted | {"MPITRAMPOLINE_LIB": "/other.so"})
+    [(how, said)] = found.problems("JAX's collectives")
+    assert how == "warn" and said.endswith("MPITRAMPOLINE_LIB names /other.so")
+    assert found.fix_of("JAX's collectives") == "unset MPITRAMPOLINE_LIB"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
