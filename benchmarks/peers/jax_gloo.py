@@ -89,4 +89,4 @@ class JaxGloo(Peer):
 
 
 class JaxOnRingjax(JaxGloo):
-    """The same program with RINGJAX_JAX_COLLECTIVES=1: its collectives on ringjax."""
+    """Runs the same program with RINGJAX_JAX_COLLECTIVES=1, by ringjax."""

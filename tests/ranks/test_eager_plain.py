@@ -160,6 +160,7 @@ def test_a_name_must_be_encodable(world: World) -> None:
 
 @pytest.mark.launch("core")
 def test_no_plain_call_outlives_the_world() -> None:
+    ringjax.shutdown()  # tests of other files run in the same processes
     with pytest.raises(ringjax.errors.NotInitialized):
         eager.allreduce(X)
     for _ in range(2):
