@@ -39,11 +39,12 @@ def start(start_job: StartJob) -> Callable[..., Job]:
     return begin
 
 
+@pytest.mark.parametrize("collectives", ["Gloo", "ringjax"])
 def test_the_group_of_a_lost_rank_is_replaced_whole(
-    start: Callable[..., Job],
+    start: Callable[..., Job], collectives: str
 ) -> None:
     """Kills ranks 0, 3 and 1, of the first, the second and again the first group."""
-    job = start(4)
+    job = start(4, RINGJAX_JAX_COLLECTIVES=str(int(collectives == "ringjax")))
     wait_for_steps(job, {0, 1, 2, 3}, 10)
     alive, newest = {0, 1, 2, 3}, 4
     for victim in (0, 5, 3):
@@ -60,6 +61,7 @@ def test_the_group_of_a_lost_rank_is_replaced_whole(
         alive |= {newest, newest + 1}
         newest += 2
     finish_and_check(job, alive)
+    assert "JAX's collectives use Gloo" not in job.output(0)
     output = job.launcher_output()
     for victim, rank in ((0, 0), (5, 3), (3, 1)):
         assert f"rank {rank} (worker {victim}, pid" in output
