@@ -70,7 +70,8 @@ ENVIRONMENT_READERS = {
     ),
     *("control/launch_environment.py", "membership/job_credentials.py"),
     "spark/trainers/keras.py",  # says which backend a task's Keras has
-    "xla/jax_collectives.py",  # variables of jaxlib and XLA
+    "xla/jax_collectives.py",  # XLA_FLAGS
+    "xla/jax_plugin.py",  # is imported in all programs of JAX, so config.py is not
     "xla/jax_distributed.py",  # gRPC's variables, for the group's own coordinator
     "horovod/functions.py",  # an example in a docstring
     "runtime/reused_process.py",  # changes it during a `with` block
