@@ -52,7 +52,7 @@ World JoinHosts(const HostOfRank& hosts, int without = -1, double timeout = 20) 
   world.ranks.clear();
   CommunicatorOptions o;
   o.collective_timeout = timeout;
-  o.algorithm = without < 0 ? kRails : "";
+  o.algorithm = without < 0 ? kHierarchicalShared : "";
   for (int r = 0; r < size; ++r) o.world_ranks.push_back(r);
   for (int r = 0; r < size; ++r) {
     o.topology = {r, size, hosts};
@@ -156,7 +156,8 @@ TEST(AllreduceOverTheSegmentsOfHosts) {
         }
     });
     CHECK_EQ(AlgorithmsUsed(*world.ranks[0]).size(), size_t{1});
-    CHECK_EQ(AlgorithmsUsed(*world.ranks[0]).count(std::string(kRails)), size_t{1});
+    CHECK_EQ(AlgorithmsUsed(*world.ranks[0]).count(std::string(kHierarchicalShared)),
+             size_t{1});
   }
 }
 
@@ -185,7 +186,7 @@ TEST(OneHostWithoutASegmentMakesAllHostsUseLinks) {
   World world = JoinHosts({0, 0, 1, 1}, 1);
   world.Each([&](Communicator& c) {
     for (const size_t n : {31, 4097}) CheckOnRails(c, n, {});
-    CHECK_EQ(AlgorithmsUsed(c).count(std::string(kRails)), size_t{0});
+    CHECK_EQ(AlgorithmsUsed(c).count(std::string(kHierarchicalShared)), size_t{0});
   });
 }
 

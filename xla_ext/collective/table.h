@@ -37,7 +37,7 @@ struct Network {
 inline constexpr std::string_view kShared = "shared";
 // The algorithm that needs a shared segment on each of several hosts. Its schedule says
 // what the ranks do; engine/call/rails.h does the steps inside the hosts in tiles.
-inline constexpr std::string_view kRails = "hierarchical_shared";
+inline constexpr std::string_view kHierarchicalShared = "hierarchical_shared";
 // The only algorithm for an alltoall that is not even (Problem::even).
 inline constexpr std::string_view kUneven = "pairwise";
 

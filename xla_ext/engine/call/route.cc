@@ -43,7 +43,8 @@ Result<Route> RouteOf(const Problem& problem, const Arithmetic& arithmetic,
   if (!chosen.ok()) return chosen.status();
   const Algorithm* algorithm = chosen.value();
   if (algorithm->name == kShared) return Route{Route::Kind::kTiles, algorithm};
-  if (algorithm->name == kRails) return Route{Route::Kind::kRails, algorithm};
+  if (algorithm->name == kHierarchicalShared)
+    return Route{Route::Kind::kRails, algorithm};
   return Route{Route::Kind::kSchedule, algorithm};
 }
 
