@@ -511,7 +511,8 @@ class _FactoryRun:
         assert pair.control is not None
         while True:
             if pair.control.peer_epoch > self.factory.epoch:
-                # This epoch is over. The coordinator is about to tell this rank.
+                # This epoch is over. The coordinator is about to tell this rank, whose
+                # only thread for this is here: `_check` reads what has arrived.
                 time.sleep(0.1)
                 self._check(lambda: {pair.rank: "it is in another epoch"})
                 continue

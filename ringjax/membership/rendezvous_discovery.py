@@ -194,11 +194,16 @@ def derive_credentials(info: LaunchInfo, config: Config) -> JobCredentials:
     return JobCredentials(addresses, secret, _job_id(info, config))
 
 
-def _required_secret(info: LaunchInfo, config: Config) -> bytes:
+def configured_secret(config: Config) -> bytes | None:
+    """Returns the secret in the settings, or None. Raises StartupError if invalid."""
     try:
-        secret = config.secret_bytes()
+        return config.secret_bytes()
     except ValueError as error:
         raise StartupError(str(error)) from None
+
+
+def _required_secret(info: LaunchInfo, config: Config) -> bytes:
+    secret = configured_secret(config)
     if secret is None:
         raise StartupError(
             f"the job has {info.size} ranks ({info.launcher}) but no secret: set "

@@ -23,6 +23,7 @@ from ringjax.membership.coordinator import Coordinator
 from ringjax.membership.directives import EpochDirective
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import JoinedJob, join
+from ringjax.membership.rendezvous_discovery import configured_secret
 from ringjax.world.communicator_ids import private_id
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_builder import EpochBuilder
@@ -221,10 +222,7 @@ def _static(config: Config) -> Config:
 
 def _derived_secret(config: Config, job: str) -> bytes:
     """Returns a secret derived from that of this process's job; empty without one."""
-    try:
-        secret = config.secret_bytes()
-    except ValueError as error:
-        raise StartupError(str(error)) from None
+    secret = configured_secret(config)
     if secret is None:
         return b""
     return hmac.digest(secret, _SECRET_LABEL + job.encode(), hashlib.sha256)

@@ -593,25 +593,34 @@ TEST(ImpossibleCountersInAMoveAreDamage) {
     }
 }
 
+// Runs an allreduce with a peer that agrees to it, calls `step`, and then stops. Checks
+// that this rank sleeps until the timeout, and names the peer.
+void CheckSleeps(PlayedSegments* played, std::vector<float>* data,
+                 const std::function<void()>& step) {
+  SharedSegment& theirs = *played->theirs;
+  std::thread peer([&] {
+    while (theirs.Look(SharedSegment::kAgreed, 0) == 0) std::this_thread::yield();
+    std::memcpy(theirs.InlineSlot(1, 1), theirs.InlineSlot(1, 0), 64);
+    theirs.Publish(SharedSegment::kAgreed, 1);
+    step();
+  });
+  const double before = ThreadSeconds();
+  const Status status = played->ours->Run(AllreduceOf(data));
+  CHECK(ThreadSeconds() - before < 0.3);
+  peer.join();
+  CHECK(status.code() == Code::kDeadlineExceeded);
+  CHECK_EQ(status.rank(), 1);
+}
+
 TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
   PlayedSegments played(1.5);
   std::vector<float> data(100000, 1.0f);
-  std::thread peer([&] {
-    while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
-      std::this_thread::yield();
-    std::memcpy(played.theirs->InlineSlot(1, 1), played.theirs->InlineSlot(1, 0), 64);
-    played.theirs->Publish(SharedSegment::kAgreed, 1);
+  CheckSleeps(&played, &data, [&] {
     played.theirs->Publish(SharedSegment::kCopiedIn, 2);
     while (played.theirs->Look(SharedSegment::kReduced, 0) < 2)
       std::this_thread::yield();
     played.theirs->Publish(SharedSegment::kReduced, 1);
   });
-  const double before = ThreadSeconds();
-  const Status status = played.ours->Run(AllreduceOf(&data));
-  CHECK(ThreadSeconds() - before < 0.3);
-  peer.join();
-  CHECK(status.code() == Code::kDeadlineExceeded);
-  CHECK_EQ(status.rank(), 1);
 }
 
 // The message has three tiles. This rank copies in all of them, which makes the sum of
@@ -619,18 +628,7 @@ TEST(ARankSleepsWhileItWaitsForAStoppedPeer) {
 TEST(ARankAheadOfAStoppedPeerSleeps) {
   PlayedSegments played(1.5);
   std::vector<float> data(3 * kTile / sizeof(float), 1.0f);
-  std::thread peer([&] {
-    while (played.theirs->Look(SharedSegment::kAgreed, 0) == 0)
-      std::this_thread::yield();
-    std::memcpy(played.theirs->InlineSlot(1, 1), played.theirs->InlineSlot(1, 0), 64);
-    played.theirs->Publish(SharedSegment::kAgreed, 1);
-  });
-  const double before = ThreadSeconds();
-  const Status status = played.ours->Run(AllreduceOf(&data));
-  CHECK(ThreadSeconds() - before < 0.3);
-  peer.join();
-  CHECK(status.code() == Code::kDeadlineExceeded);
-  CHECK_EQ(status.rank(), 1);
+  CheckSleeps(&played, &data, [] {});
 }
 
 }  // namespace

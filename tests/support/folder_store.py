@@ -28,5 +28,5 @@ class FolderStore:
         while not self._path(key).exists():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
-            time.sleep(0.005)
+            time.sleep(0.005)  # no event reports a file of another process
         return self._path(key).read_text()

@@ -77,7 +77,7 @@ WRITTEN = [
         ALL,
     ),
 ]
-# What follows the groups, with either version.
+# The attributes that XLA writes behind the groups, in the two versions of JAX.
 MORE = [f", {IDS}", f', {IDS}, frontend_attributes={{is_spmd_generated="true"}}']
 
 

@@ -79,15 +79,15 @@ Status CallRunner::Begin(const Call& call, Frame* frame) {
   // A call that is not valid on this rank also takes a sequence number, so that the
   // sequence numbers of all ranks stay equal.
   state_.progress->BeginNext();
-  SetTimeouts(call);
-  frame->job = state_.options.job;
-  frame->epoch = state_.options.epoch;
-  frame->communicator = static_cast<uint32_t>(state_.options.id);
+  Prepare(call, frame);
   frame->sequence = state_.sequence();
   return OkStatus();
 }
 
-void CallRunner::SetTimeouts(const Call& call) {
+void CallRunner::Prepare(const Call& call, Frame* frame) {
+  frame->job = state_.options.job;
+  frame->epoch = state_.options.epoch;
+  frame->communicator = static_cast<uint32_t>(state_.options.id);
   stalls_.BeginCall();
   state_.endpoints.timeout =
       call.timeout >= 0 ? call.timeout : state_.options.collective_timeout;

@@ -43,8 +43,9 @@ class CallRunner {
 
   // Checks whether this rank can do its part of the call. Sends nothing.
   Status Validate(const Call& call) const;
-  // Prepares the endpoints for the timeouts and the stalls of this call.
-  void SetTimeouts(const Call& call);
+  // Sets the timeouts and the stall handler of the endpoints for this call, and fills
+  // in the frame of its messages, except the sequence number.
+  void Prepare(const Call& call, Frame* frame);
   // Gives the call its sequence number, and fills in the frame of its messages.
   Status Begin(const Call& call, Frame* frame);
   // Runs a call. `local_check` and `negotiated` are the arguments of

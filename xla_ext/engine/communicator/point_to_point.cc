@@ -43,12 +43,9 @@ Status PointToPoint::Move(const Call& call, std::span<const Message> sends,
   AddSteps(sends, StepKind::kSend, &schedule, &in);
   AddSteps(receives, StepKind::kRecv, &schedule, &out);
   const Plan plan = Compile(schedule, state.size(), false);
+  // The frame has no sequence number, because ranks would have different ones.
   Frame frame;
-  // A call without a sequence number, which would differ between the ranks.
-  frame.job = state.options.job;
-  frame.epoch = state.options.epoch;
-  frame.communicator = static_cast<uint32_t>(state.options.id);
-  communicator_.runner_.SetTimeouts(call);
+  communicator_.runner_.Prepare(call, &frame);
   Buffers buffers;
   buffers.in = &in;
   buffers.out = &out;

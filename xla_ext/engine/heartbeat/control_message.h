@@ -25,7 +25,7 @@ struct ControlMessage {
     kWaits,     // how long calls of the sender have waited
     kClock,     // a request for the receiver's clock, or the reply
     kEnded,     // the process of `culprit` has ended
-    kEpoch      // the sender continues in another epoch (links/control_stream.py)
+    kEpoch      // the sender continues in another epoch (links/control_connection.py)
   };
   static constexpr size_t kMaxText = 1024;  // bytes of a text
   static constexpr size_t kEpochText = 40;  // bytes of the text of kEpoch
