@@ -31,7 +31,7 @@ def replicas(workers: Sequence[int], worker: int, group_size: int) -> list[int]:
     return [rank for rank, other in enumerate(workers) if other % group_size == index]
 
 
-def _bind_free_port() -> socket.socket:
+def bind_free_port() -> socket.socket:
     """Reserves a TCP port for JAX's coordinator, before the coordinator starts.
 
     A bound socket that does not listen prevents other programs from using the port, and
@@ -75,7 +75,7 @@ class Group:
         """Reserves a port for JAX's coordinator, in the first process of a group."""
         if self.size == 1 or worker % self.size:
             return {}
-        self._port = _bind_free_port()
+        self._port = bind_free_port()
         return {"group_port": int(self._port.getsockname()[1])}
 
     def join(self, addresses: Sequence[WorkerAddress], job_group_size: int) -> None:

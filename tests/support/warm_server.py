@@ -39,6 +39,7 @@ ROOM_VARIABLE = "RINGJAX_TEST_ROOM"
 READ_AT_IMPORT = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "OPENBLAS_", "MKL_", "KMP_"),
     *("NPY_", "NUMPY_", "JAX_", "ENABLE_", "TF_", "TORCH", "PYTORCH_", "LC_", "LANG"),
+    "MPITRAMPOLINE_",
 )
 _LAUNCHER = "ringjax.run"
 

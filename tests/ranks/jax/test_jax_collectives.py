@@ -16,8 +16,8 @@ from textwrap import dedent
 import pytest
 from support.launch import environment
 
-from ringjax.control import addresses
 from ringjax.settings import mpi_library
+from ringjax.world.groups import bind_free_port
 
 VARIABLES = {mpi_library.SWITCH: "1", "RINGJAX_START_TIMEOUT": "30"}
 HEAD = """
@@ -62,9 +62,8 @@ def started(
     lines: str, size: int, *variables: dict[str, str]
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Starts the lines in processes of jax.distributed."""
-    port = addresses.listen("127.0.0.1")
-    where = addresses.show(*port.getsockname()[:2])
-    port.close()
+    reserved = bind_free_port()
+    where = f"127.0.0.1:{reserved.getsockname()[1]}"
     wanted = VARIABLES | mpi_library.variables(VARIABLES)
     words = [sys.executable, "-P", "-c", HEAD + dedent(lines)]
     processes = [
@@ -80,6 +79,7 @@ def started(
     try:
         yield processes
     finally:
+        reserved.close()
         for process in processes:
             process.kill()
             with process:  # closes the pipes
@@ -247,6 +247,7 @@ f = program(lambda x: lax.psum(x, "p"))
 g = program(lambda x: lax.ppermute(x, "p", [(i, (i + 1) % size) for i in range(size)]))
 x = array(np.ones((size, 4), np.float32))
 local(f(x)), local(g(x))
+store.wait_at_barrier("ready", 50_000)  # a process may still be within g
 print("ready", flush=True)
 if rank == 1:
     {how}
