@@ -110,10 +110,11 @@ class Config:
         "Number of processes that JAX joins to a group. Gradients are averaged "
         "between groups.",
     )
-    jax_collectives: bool = _setting(
-        False,
+    jax_collectives: bool | None = _setting(
+        None,
         parsers.boolean,
-        "Whether ringjax carries the collectives of jax.distributed's CPU programs.",
+        "Whether ringjax carries the collectives of jax.distributed's CPU programs. "
+        "Default: in groups whose processes have one device each.",
     )
     tls: str = _setting(
         "auto",

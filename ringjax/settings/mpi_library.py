@@ -16,7 +16,7 @@ from pathlib import Path
 from ringjax.settings import parsers
 
 VARIABLE = "MPITRAMPOLINE_LIB"
-SWITCH = "RINGJAX_JAX_COLLECTIVES"
+SWITCH, GROUPS = "RINGJAX_JAX_COLLECTIVES", "RINGJAX_GROUP_SIZE"
 _OLDEST, _BEFORE = (0, 10, 2), (0, 13)  # the versions of jaxlib that were tested
 
 
@@ -52,8 +52,8 @@ def is_tested(version: str) -> bool:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns what a program's environment lacks for JAX's collectives on ringjax.
 
-    Returns nothing unless RINGJAX_JAX_COLLECTIVES is set, or if the environment names
-    another library. `problem` says why jaxlib keeps its own collectives otherwise.
+    Returns nothing unless `is_wanted`, or if the environment names another library.
+    `problem` says why jaxlib keeps its own collectives otherwise.
 
     Example:
         >>> variables({}), variables({"RINGJAX_JAX_COLLECTIVES": "0"})
@@ -78,8 +78,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Returns whether RINGJAX_JAX_COLLECTIVES is set to a true value."""
+    """Returns whether RINGJAX_JAX_COLLECTIVES is true, or unset in a job of groups.
+
+    Example:
+        >>> is_wanted({}), is_wanted({"RINGJAX_GROUP_SIZE": "2"})
+        (False, True)
+    """
     try:
-        return parsers.boolean(environ.get(SWITCH, ""))
+        if text := environ.get(SWITCH, ""):
+            return parsers.boolean(text)
+        return int(environ.get(GROUPS) or 1) > 1
     except ValueError:
         return False  # ringjax.init reports a wrong value

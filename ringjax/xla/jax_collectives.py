@@ -22,6 +22,7 @@ from jax.extend import backend
 from ringjax import _native, stderr
 from ringjax.config import Config
 from ringjax.settings import mpi_library
+from ringjax.world import devices as cuda_devices
 from ringjax.world.apart import WorldApart
 from ringjax.world.key_value_store import KeyValueStore
 from ringjax.xla import jax_client
@@ -106,16 +107,24 @@ def _make_client() -> Any:
     devices = device_count(
         settings.values.get("jax_num_cpu_devices", -1), os.environ.get("XLA_FLAGS", "")
     )
-    reasons = store.exchange("refusal", refusal(devices))
+    reasons = store.exchange("refusal", _unasked(config) or refusal(devices))
     refused = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason]
     if not refused:
         return jax_client.make_client(_open(store, config))
-    if job.process == 0:
+    # Groups use Gloo without a line if the user has not asked for ringjax.
+    if job.process == 0 and config.jax_collectives:
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
         stderr.line(
             f"[ringjax] JAX's collectives use Gloo, not ringjax: {refused[0]}{more}"
         )
     return jax_client.make_client(jax_client.make_gloo(job.store))
+
+
+def _unasked(config: Config) -> str:
+    """Returns why a group does not use ringjax for programs on CPUs by itself."""
+    if config.jax_collectives or not cuda_devices.count(config):
+        return ""
+    return "its programs may run on CUDA devices"
 
 
 def _prefix(job: jax_client.JaxJob) -> str:

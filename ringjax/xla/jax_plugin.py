@@ -1,4 +1,4 @@
-"""The entry point in the group `jax_plugins`: JAX calls it before its first client.
+"""The functions that JAX and jaxlib call in programs that may not import ringjax.
 
 JAX imports this module in every program of an environment that has ringjax, so it
 imports no other module unless the program asks for it.
@@ -10,12 +10,30 @@ import os
 
 
 def initialize() -> None:
-    """Runs JAX's own collectives on ringjax if RINGJAX_JAX_COLLECTIVES is set."""
-    if os.environ.get("RINGJAX_JAX_COLLECTIVES", "") in ("", "0"):
-        return
-    from ringjax.config import Config
+    """Runs JAX's own collectives on ringjax if the settings want it.
 
-    if Config.from_env().jax_collectives:
+    The entry point in the group `jax_plugins`: JAX calls it before its first client.
+    """
+    if _may_want_ringjax():
         from ringjax.xla import jax_collectives
 
         jax_collectives.enable()
+
+
+def jaxlib_loads() -> None:
+    """Lets `jax.distributed.initialize()` find the processes of a job of ringrun.
+
+    libringjax_mpi.so calls it when jaxlib is imported.
+    """
+    if _may_want_ringjax():
+        from ringjax.xla import jax_cluster
+
+        jax_cluster.watch()
+
+
+def _may_want_ringjax() -> bool:
+    if not {"RINGJAX_JAX_COLLECTIVES", "RINGJAX_GROUP_SIZE"}.intersection(os.environ):
+        return False
+    from ringjax.settings import mpi_library
+
+    return mpi_library.is_wanted(os.environ)

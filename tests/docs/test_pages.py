@@ -28,12 +28,6 @@ PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
 # Both have the page and the number of the block as key.
 BEFORE = {
-    ("docs/train/jax-collectives.md", 0): """
-        import os
-
-        port = 20000 + int(os.environ["RINGJAX_JOB"], 16) % 10000
-        os.environ["COORDINATOR"] = f"127.0.0.1:{port}"
-    """,
     ("docs/migrate/from-horovod.md", 0): """
         import numpy as np
 
@@ -153,5 +147,6 @@ def test_the_blocks_of_a_page_run(
     if "torch" in page:
         pytest.importorskip("torch", reason="PyTorch is not installed")
     env = {"KERAS_BACKEND": "jax"}
-    job = start_job(2, _program(page), env=env)
+    options = ["--jax-collectives"] if page.endswith("jax-collectives.md") else []
+    job = start_job(2, _program(page), env=env, options=options)
     assert job.wait(55) == 0, job.logs()

@@ -41,6 +41,16 @@ def test_nothing_is_set_unless_it_is_wanted(text: str) -> None:
     assert mpi_library.variables({"RINGJAX_JAX_COLLECTIVES": text}) == {}
 
 
+@pytest.mark.parametrize(
+    ("size", "switch", "wanted"),
+    [("2", "", True), ("1", "", False), ("2", "0", False), ("some", "", False)],
+)
+def test_groups_want_it_by_default(size: str, switch: str, wanted: bool) -> None:
+    groups = {"RINGJAX_GROUP_SIZE": size, "RINGJAX_JAX_COLLECTIVES": switch}
+    assert mpi_library.is_wanted(groups) == wanted
+    assert bool(mpi_library.variables(groups)) == wanted
+
+
 def test_another_library_of_the_user_stays() -> None:
     assert mpi_library.variables(ON | {"MPITRAMPOLINE_LIB": "/other.so"}) == {}
 

@@ -4,6 +4,7 @@
 // process if one is missing. mpi_names.h lists the names that JAX never uses. The
 // library needs no C++ library at run time, because it is opened with RTLD_DEEPBIND: a
 // C++ library would use another malloc than a program with a preloaded one.
+#include <dlfcn.h>
 #include <string.h>
 
 #include "mpi/mpi_table.h"
@@ -25,6 +26,20 @@ constexpr char kUnused[] =
     "RINGJAX_JAX_COLLECTIVES";
 
 }  // namespace
+
+// Tells ringjax that jaxlib is being imported (ringjax/xla/jax_plugin.py). MPItrampoline
+// has called exit() if it cannot use this library, so errors must not end the process.
+__attribute__((constructor)) static void TellPython() {
+  const auto holds_gil =
+      reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  const auto run = reinterpret_cast<int (*)(const char*)>(
+      dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
+  if (holds_gil && run && holds_gil())
+    run("try:\n"
+        " __import__('ringjax.xla.jax_plugin', fromlist=['']).jaxlib_loads()\n"
+        "except ImportError:\n"
+        " pass\n");
+}
 
 EXPORT void ringjax_mpi_install(const MpiTable* installed) { table = installed; }
 
