@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ringjax.settings import init_hooks as _init_hooks
+from ringjax.xla import jax_plugin as _jax_plugin
 
 if TYPE_CHECKING:
     from ringjax import data as data
@@ -122,6 +123,7 @@ __all__ = sorted([*_MODULE_OF, *_MODULES])
 _init_hooks.load_jax_support.append(
     lambda: importlib.import_module("ringjax.xla.jax_private")
 )
+_jax_plugin.add_cluster()
 
 
 def __getattr__(name: str) -> object:

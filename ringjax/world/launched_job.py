@@ -27,6 +27,9 @@ _reserved: socket.socket | None = None
 def find() -> LaunchInfo | None:
     """Returns rank and size of this process, or None if no launcher has set them.
 
+    JAX itself knows some launchers. ringjax is asked about them if it carries JAX's
+    collectives.
+
     Raises:
         StartupError: a launcher has started several processes, but rank or size is
             missing.

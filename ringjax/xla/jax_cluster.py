@@ -1,34 +1,42 @@
 """`jax.distributed.initialize()` without arguments, in processes of ringrun.
 
-JAX asks the subclasses of its class ClusterEnv for the processes of a job, and asks in
-the order in which the subclasses were made. JAX imports no plugin before that. But
-jaxlib loads libringjax_mpi.so when jaxlib is imported, and the library calls `watch`.
-The import of jaxlib has not ended then, so this module does not import JAX.
+JAX asks the subclasses of its class ClusterEnv for the processes of a job. JAX imports
+no plugin before that. But jaxlib loads libringjax_mpi.so when jaxlib is imported, and
+the library calls this module, as does `import ringjax`. Neither may import JAX: the
+import of jaxlib has not ended, or the program does not use JAX.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _MODULE = "jax._src.clusters.cluster"
+_watches = False
 
 
 def watch() -> None:
-    """Makes a job of ringrun the first of JAX's clusters, as soon as JAX has them."""
+    """Makes a job of ringrun the first of JAX's clusters, as soon as JAX has them.
+
+    Further calls do nothing.
+    """
+    global _watches
+    if _watches:
+        return
+    _watches = True
     if _MODULE in sys.modules:
         _add_cluster(sys.modules[_MODULE])
     else:
         sys.meta_path.insert(0, _ClusterFinder())
 
 
-class _ClusterFinder(MetaPathFinder):
+class _ClusterFinder:
     """Adds the cluster after the import of one module, and then finds no more."""
 
     def find_spec(
@@ -36,6 +44,8 @@ class _ClusterFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
+        from importlib.util import find_spec
+
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         loader: Any = None if spec is None else spec.loader
@@ -51,7 +61,7 @@ class _ClusterFinder(MetaPathFinder):
 
 
 def _add_cluster(module: Any) -> None:
-    """Makes a subclass of `module.ClusterEnv`, which JAX then knows."""
+    """Makes a subclass of `module.ClusterEnv`, which JAX asks before all others."""
 
     class RingjaxCluster(module.ClusterEnv):  # type: ignore[misc]
         name = "ringjax"
@@ -76,6 +86,10 @@ def _add_cluster(module: Any) -> None:
         def get_local_process_id(cls) -> Any:
             return _launched_job().local_rank()
 
+    # JAX has appended the new class. A shell of Slurm has Slurm's variables, too.
+    known = module.ClusterEnv._cluster_types
+    known.insert(0, known.pop(known.index(RingjaxCluster)))
+
 
 def _launched_job() -> Any:
-    return import_module("ringjax.world.launched_job")
+    return importlib.import_module("ringjax.world.launched_job")

@@ -20,12 +20,12 @@ def initialize() -> None:
         jax_collectives.enable()
 
 
-def jaxlib_loads() -> None:
+def add_cluster() -> None:
     """Lets `jax.distributed.initialize()` find the processes of a job of ringrun.
 
-    libringjax_mpi.so calls it when jaxlib is imported.
+    `import ringjax` calls it, and libringjax_mpi.so when jaxlib is imported.
     """
-    if _may_want_ringjax():
+    if "RINGJAX_SIZE" in os.environ or _may_want_ringjax():
         from ringjax.xla import jax_cluster
 
         jax_cluster.watch()

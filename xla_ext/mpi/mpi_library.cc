@@ -36,7 +36,7 @@ __attribute__((constructor)) static void TellPython() {
       dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
   if (holds_gil && run && holds_gil())
     run("try:\n"
-        " __import__('ringjax.xla.jax_plugin', fromlist=['']).jaxlib_loads()\n"
+        " __import__('ringjax.xla.jax_plugin', fromlist=['']).add_cluster()\n"
         "except ImportError:\n"
         " pass\n");
 }

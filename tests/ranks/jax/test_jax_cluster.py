@@ -37,6 +37,17 @@ def test_processes_of_ringrun_find_each_other(start_job: StartJob, size: int) ->
         assert "Gloo" not in job.output(rank)
 
 
+@pytest.mark.parametrize("order", ["jax, ringjax", "ringjax, jax"])
+def test_the_import_of_ringjax_suffices_under_ringrun(
+    start_job: StartJob, order: str
+) -> None:
+    # The warm server of a script has imported both, in its own order, without a job.
+    program = [sys.executable, "-P", "-c", f"import {order}{PROGRAM}"]
+    job = start_job(3, program, SLURM)
+    assert job.wait(60) == 0, job.logs()
+    assert "3 [0, 1, 2]\n" in job.output(1)
+
+
 def test_processes_of_another_launcher_find_each_other() -> None:
     with addresses.listen("127.0.0.1") as free:
         port = str(free.getsockname()[1])
