@@ -215,11 +215,11 @@ class Heartbeat:
         """Sets the place of the program in the source, which is sent with the waits."""
     def take_waits(
         self,
-    ) -> dict[int, tuple[int, float, float, list[tuple[bool, int, int]], str]]:
+    ) -> dict[int, tuple[int, float, float, list[tuple[int, int, int]], str]]:
         """Returns the reports of the peers since the last call, by rank.
 
         Returns:
-            The number of calls; the seconds of waiting and of moving data; (named,
+            The number of calls; the seconds of waiting and of moving data; (lane,
             sequence, microseconds) of the last calls; and the place of the program.
         """
     def ask_clock(self, times: int) -> None:

@@ -28,6 +28,10 @@ Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
 
+# Collectives of ringjax, and JAX's names of them.
+_REDUCING = ("allreduce", "psum", "pmax", "pmin", "product")
+_SPREADING = ("allgather", "reducescatter", "alltoall", "all_gather", "psum_scatter")
+
 
 def bus_factor(collective: str, ranks: int) -> float:
     """Returns how many bytes the busiest link carries, at best, per byte of a tensor.
@@ -36,8 +40,8 @@ def bus_factor(collective: str, ranks: int) -> float:
         >>> bus_factor("allreduce", 4)
         1.5
     """
-    if collective == "allreduce":
+    if collective in _REDUCING:
         return 2 * (ranks - 1) / ranks
-    if collective in ("allgather", "reducescatter", "alltoall"):
+    if collective in _SPREADING:
         return (ranks - 1) / ranks
     return 1.0 if ranks > 1 else 0.0

@@ -39,10 +39,10 @@ class CallTotals:
         bus_bytes = sum(
             totals.bytes
             * bus_factor(op, sample.size)
-            # The sample counts the bytes that each rank contributes, but the factor of
-            # allgather refers to the bytes of the result.
-            * (sample.size if op == "allgather" else 1)
-            for (op, _, process_set), totals in sample.sums.items()
+            # The factor of allgather refers to the bytes of the result, but a named
+            # operation counts the bytes that each rank contributes.
+            * (sample.size if (op, lane) == ("allgather", "named") else 1)
+            for (op, lane, process_set), totals in sample.sums.items()
             if process_set == 0
         )
         spent = (sample.waiting, sample.moving, sample.exposed)
@@ -182,10 +182,10 @@ class Aggregator:
 
     def _bounded(self, key: CollectiveKey) -> CollectiveKey:
         """Replaces the process set by OTHER_SETS if there are too many process sets."""
-        op, named, process_set = key
+        op, lane, process_set = key
         if process_set not in self._sets:
             if len(self._sets) >= _MAX_SETS:
-                return op, named, OTHER_SETS
+                return op, lane, OTHER_SETS
             self._sets.append(process_set)
         return key
 

@@ -1,7 +1,7 @@
 """Formats the statistics of a job as metrics, by the conventions of Prometheus.
 
-Labels have few values, to keep the number of time series small: collectives, two lanes,
-ranks, and at most 32 process sets ("other" combines all further process sets).
+Labels have few values, to keep the number of time series small: collectives, three
+lanes, ranks, and at most 32 process sets ("other" combines all further process sets).
 run/monitor/ serves the metrics of a job, and observe/ the metrics of one rank.
 """
 
@@ -125,10 +125,10 @@ def collective_metrics(
 
 
 def _labels(key: CollectiveKey) -> dict[str, str]:
-    op, named, process_set = key
+    op, lane, process_set = key
     return {
         "op": op,
-        "lane": "named" if named else "compiled",
+        "lane": lane,
         "process_set": "other" if process_set == OTHER_SETS else str(process_set),
     }
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ringjax.monitor.stragglers import WaitRecord
+from ringjax.monitor.stragglers import LANES, WaitRecord
 
 BUCKETS = 26  # buckets of a histogram, as Totals::kBuckets of the native core
 _MAX_COLLECTIVES = 1024
@@ -49,8 +49,8 @@ class CollectiveSums:
         self.move = [a + sign * b for a, b in zip(self.move, other.move, strict=True)]
 
 
-# The collective, whether it ran in the eager lane, and the id of its process set.
-CollectiveKey = tuple[str, bool, int]
+# The collective, its lane, and the id of its process set.
+CollectiveKey = tuple[str, str, int]
 
 
 @dataclass(slots=True)
@@ -91,14 +91,14 @@ class Sample:
         """Formats the sample as a line of JSON, without the newline.
 
         Example:
-            >>> parse_sample(Sample(0, 2, waits=[(True, 7, 15)]).text()).waits
-            [(True, 7, 15)]
+            >>> parse_sample(Sample(0, 2, waits=[(1, 7, 15)]).text()).waits
+            [(1, 7, 15)]
         """
         message = {
             name: getattr(self, name)
             for name in ("rank", "size", "part", *_INTEGERS, *_FLOATS, *_TEXTS)
         }
-        waits = [number for each in self.waits for number in map(int, each)]
+        waits = [number for each in self.waits for number in each]
         sums = [
             [*key, *(getattr(totals, name) for name in _SUMS)]
             for key, totals in self.sums.items()
@@ -118,7 +118,7 @@ _SUMS = (*_SUMS_INTEGERS, *_SUMS_FLOATS, "wait", "move")
 def sums(totals: list[dict[str, Any]]) -> dict[CollectiveKey, CollectiveSums]:
     """Converts the totals that the native core's recorder returns."""
     return {
-        (one["op"], bool(one["named"]), one["set"]): CollectiveSums(
+        (one["op"], one["lane"], one["set"]): CollectiveSums(
             **{name: one[name] for name in (*_SUMS_INTEGERS, *_SUMS_FLOATS)},
             wait=list(one["wait_histogram"]),
             move=list(one["move_histogram"]),
@@ -189,8 +189,7 @@ def _parse_waits(value: object) -> list[WaitRecord]:
     numbers = [_number(each, int) for each in _list(value)]
     if len(numbers) % 3:
         raise ValueError("half a call")
-    triples = zip(*(iter(numbers),) * 3, strict=True)
-    return [(bool(named), sequence, us) for named, sequence, us in triples]
+    return list(zip(*(iter(numbers),) * 3, strict=True))
 
 
 def _parse_sums(value: object) -> dict[CollectiveKey, CollectiveSums]:
@@ -204,7 +203,9 @@ def _parse_collective(value: object) -> tuple[CollectiveKey, CollectiveSums]:
     row = _list(value)
     if len(row) != 3 + len(_SUMS):
         raise ValueError(f"{len(row)} numbers of a collective")
-    op, named, process_set, *numbers = row
+    op, lane, process_set, *numbers = row
+    if lane not in LANES:
+        raise ValueError(f"no lane: {lane!r:.40}")
     totals = CollectiveSums(
         _number(numbers[0], int),
         _number(numbers[1], int),
@@ -214,7 +215,7 @@ def _parse_collective(value: object) -> tuple[CollectiveKey, CollectiveSums]:
         wait=_parse_histogram(numbers[5]),
         move=_parse_histogram(numbers[6]),
     )
-    return (_printable(op), bool(named), _number(process_set, int)), totals
+    return (_printable(op), lane, _number(process_set, int)), totals
 
 
 def _parse_histogram(value: object) -> list[int]:

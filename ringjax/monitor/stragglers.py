@@ -14,9 +14,11 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# A wait record: whether the call ran in the eager lane, its sequence number, and the
-# microseconds of the wait.
-WaitRecord = tuple[bool, int, int]
+# A wait record: the lane of the call as an index of `LANES`, its sequence number, and
+# the microseconds of the wait.
+WaitRecord = tuple[int, int, int]
+# The lanes: calls of compiled programs, named operations, and JAX's own collectives.
+LANES = ("compiled", "named", "jax")
 
 MAX_PENDING_CALLS = 8192  # most calls to remember that some ranks have not reported
 _MIN_SHARE = 0.5  # a straggler's least share of last arrivals or of the waiting time
@@ -41,15 +43,15 @@ class Stragglers:
 
     Example:
         >>> seen = Stragglers(2)
-        >>> seen.add_waits(0, [(False, 7, 5000)])
+        >>> seen.add_waits(0, [(0, 7, 5000)])
         []
-        >>> seen.add_waits(1, [(False, 7, 10)])
+        >>> seen.add_waits(1, [(0, 7, 10)])
         [LastArrival(last=1, behind=0.00499)]
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._pending: OrderedDict[tuple[bool, int], dict[int, int]] = OrderedDict()
+        self._pending: OrderedDict[tuple[int, int], dict[int, int]] = OrderedDict()
 
     def add_waits(self, rank: int, waits: Iterable[WaitRecord]) -> list[LastArrival]:
         """Adds wait records of one rank. Returns the last arrivals of complete calls.
@@ -57,12 +59,12 @@ class Stragglers:
         A call is complete when all ranks have reported it.
         """
         touched = {}
-        for named, sequence, us in waits:
-            reported = self._pending.setdefault((named, sequence), {})
+        for lane, sequence, us in waits:
+            reported = self._pending.setdefault((lane, sequence), {})
             # Several named operations may share one call. The rank was ready when the
             # last operation was submitted, which is the operation that waited least.
             reported[rank] = min(us, reported.get(rank, us))
-            touched[named, sequence] = reported
+            touched[lane, sequence] = reported
         # Check for complete calls after the loop, so that all operations of a call are
         # included.
         full = [key for key, reported in touched.items() if len(reported) == self.size]

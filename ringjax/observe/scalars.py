@@ -84,7 +84,7 @@ def write_scalars(
 
 
 def _read() -> _ScalarTotals:
-    world = runtime.current("write_scalars")
+    world = runtime.observed("write_scalars")
     recorder, when = world.recorder, time.monotonic()
     sums = sample.sums(recorder.totals())
     waiting, moving = recorder.busy()

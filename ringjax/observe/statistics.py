@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from ringjax import runtime
-from ringjax.world.communicator_ids import EAGER_LANE
+from ringjax.world.communicator_ids import PRIVATE
+
+_BUCKET = ("set", "lane", "named", "op", "name", "bytes")
 
 
 def stats(*, buckets: bool = False) -> dict[str, Any]:
@@ -27,8 +29,9 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
     Returns:
         The current ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
         all lanes; and ``process_sets``, by id (0 is the world), then by lane, then by
-        collective. The lanes are ``compiled`` (in jit) and ``named``
-        (`ringjax.eager`, PyTorch, TensorFlow, Keras). Each collective has:
+        collective. The lanes are ``compiled`` (in jit), ``named``
+        (`ringjax.eager`, PyTorch, TensorFlow, Keras), and ``jax`` if ringjax carries
+        JAX's own collectives, by JAX's names (see `recent_calls`). Each collective has:
 
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
         * ``wait_seconds``: from the call (of a named operation, from its submission)
@@ -49,12 +52,12 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         programs have waited at the end of a step for overlapped calls.
 
         With `buckets`, ``buckets`` is a list of totals over the last 1,024 calls,
-        grouped by ``set``, ``named``, ``op``, ``name`` and ``bytes`` of one call. Each
+        grouped by ``set``, ``lane``, ``op``, ``name`` and ``bytes`` of one call. Each
         group has ``calls``, ``wait_seconds`` and ``move_seconds``. For example, each
         bucket of overlapped gradients is one group, and so is each named tensor.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: before `init`, unless ringjax carries JAX's own collectives.
 
     Example:
         >>> import numpy as np, ringjax
@@ -64,17 +67,17 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         >>> seen["bytes"] >= 16, seen["failures"], len(seen["wait_histogram"])
         (True, 0, 26)
     """
-    world = runtime.current("stats")
+    world = runtime.observed("stats")
     totals = world.recorder.totals()
     sets: dict[int, dict[str, Any]] = {}
     for collective in totals:
-        lane = _lane(sets, collective.pop("set"), collective.pop("named"))
+        lane = _lane(sets, collective.pop("set"), collective.pop("lane"))
         lane[collective.pop("op")] = collective
     for number, communicator in world.communicators.items():
-        if number >= EAGER_LANE:
+        if number >= PRIVATE:
             continue
         for op, more in communicator.stats().items():
-            compiled = _lane(sets, number, named=False)
+            compiled = _lane(sets, number, "compiled")
             if op == "overlap":
                 compiled["exposed_seconds"] = more["exposed_seconds"]
             elif op in compiled:
@@ -94,7 +97,7 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
 def _group_by_bucket(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for call in calls:
-        key = {name: call[name] for name in ("set", "named", "op", "name", "bytes")}
+        key = {name: call[name] for name in _BUCKET}
         empty = {"calls": 0, "wait_seconds": 0.0, "move_seconds": 0.0}
         sums = found.setdefault(tuple(key.values()), key | empty)
         agreed = call["done"] if call["agreed"] is None else call["agreed"]
@@ -104,10 +107,10 @@ def _group_by_bucket(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _lane(sets: dict[int, dict[str, Any]], number: int, named: bool) -> dict[str, Any]:
+def _lane(sets: dict[int, dict[str, Any]], number: int, lane: str) -> dict[str, Any]:
     lanes = sets.setdefault(number, {"compiled": {}, "named": {}})
-    lane: dict[str, Any] = lanes["named" if named else "compiled"]
-    return lane
+    found: dict[str, Any] = lanes.setdefault(lane, {})
+    return found
 
 
 def recent_calls() -> list[dict[str, Any]]:
@@ -117,16 +120,23 @@ def recent_calls() -> list[dict[str, Any]]:
     folder `RINGJAX_RECORD_DIR`, and prints the name of the file.
 
     Returns:
-        For each call: ``op``, ``name``, ``named`` (whether it ran in the named lane),
-        ``set`` (the id of the process set), ``epoch``, ``seq`` (the sequence number in
-        this lane of the set, equal on all ranks), ``bytes``, ``algorithm`` (how the
-        data moved: "inline", "tiles" or "piggyback" through memory that the ranks
-        share, or else the name of a schedule), ``device``, ``ok``, and the times
-        ``entered``, ``agreed`` (all ranks had entered) and ``done`` in seconds of
-        `time.monotonic`. ``agreed`` is None if some rank never entered the call.
+        For each call: ``op``, ``name``, ``lane``, ``named`` (whether it ran in the
+        named lane), ``set`` (the id of the process set), ``epoch``, ``seq`` (the
+        sequence number in this lane of the set, equal on all ranks), ``bytes``,
+        ``algorithm`` (how the data moved: "inline", "tiles" or "piggyback" through
+        memory that the ranks share, or else the name of a schedule), ``device``,
+        ``ok``, and the times ``entered``, ``agreed`` (all ranks had entered) and
+        ``done`` in seconds of `time.monotonic`. ``agreed`` is None if some rank never
+        entered the call.
+
+        In the lane ``jax``, ``op`` is JAX's name: psum, pmax, pmin, product,
+        all_gather, psum_scatter, ppermute, all_to_all. ``name`` lists the processes,
+        and ``set`` is 0 if these are all processes of the job. The processes of a
+        ppermute or an all_to_all do not agree first: ``seq`` is 0, and all of their
+        time counts as moving data. An all_to_all of n processes is n - 1 calls.
 
     Raises:
-        NotInitialized: before `init`.
+        NotInitialized: before `init`, unless ringjax carries JAX's own collectives.
 
     Example:
         >>> import numpy as np, ringjax
@@ -136,5 +146,5 @@ def recent_calls() -> list[dict[str, Any]]:
         >>> last["name"], last["entered"] <= last["agreed"] <= last["done"]
         ('x', True)
     """
-    events: list[dict[str, Any]] = runtime.current("recent_calls").recorder.events()
+    events: list[dict[str, Any]] = runtime.observed("recent_calls").recorder.events()
     return events

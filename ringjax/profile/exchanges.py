@@ -78,15 +78,21 @@ class Exchange:
 def match_calls(parts: Sequence[ProfilePart], clock: CommonClock) -> list[Exchange]:
     """Returns all exchanges, ordered by the time when the first rank entered."""
     found: dict[CallId, Exchange] = {}
+    messages: list[Exchange] = []
     for part in parts:
         by_id: dict[CallId, list[RecordedCall]] = {}
         for call in part.calls:
             call_id = (call.epoch, call.set, call.lane, call.seq)
-            by_id.setdefault(call_id, []).append(call)
+            if call.seq:
+                by_id.setdefault(call_id, []).append(call)
+            else:  # messages between pairs of ranks are no call of all ranks
+                one = _rank_exchange(part, [call], clock)
+                messages.append(Exchange(call_id, [one]))
         for call_id, calls in by_id.items():
             exchange = found.setdefault(call_id, Exchange(call_id))
             exchange.ranks.append(_rank_exchange(part, calls, clock))
-    return sorted(found.values(), key=lambda e: min(r.entered for r in e.ranks))
+    every = [*found.values(), *messages]
+    return sorted(every, key=lambda e: min(r.entered for r in e.ranks))
 
 
 def _rank_exchange(

@@ -15,7 +15,7 @@ from ringjax.profile.breakdown import MergedProfile, format_size
 from ringjax.profile.exchanges import RankExchange, call_details, step_ends
 from ringjax.profile.parts import ProfilePart
 
-LANES = {"compiled": "jit lane", "named": "eager lane"}
+LANES = {"compiled": "jit lane", "named": "eager lane", "jax": "JAX's collectives"}
 MAX_NAMES = 16  # most names shown for a call of several named operations
 
 
@@ -71,6 +71,8 @@ def trace_processes(profile: MergedProfile) -> Iterator[TraceProcess]:
     for part in profile.parts:
         threads = [TraceThread("step", _steps(profile, part))]
         for name, found in slices[id(part)].items():
+            if name == "jax" and not found:  # most programs have none
+                continue
             threads += [TraceThread(LANES[name], each) for each in split_rows(found)]
         yield TraceProcess(part.number, part.title, threads, _counters(profile, part))
 

@@ -40,6 +40,7 @@ from ringjax.runtime.lifecycle import is_initialized as is_initialized
 from ringjax.runtime.lifecycle import lane as lane
 from ringjax.runtime.lifecycle import local_rank as local_rank
 from ringjax.runtime.lifecycle import local_size as local_size
+from ringjax.runtime.lifecycle import observed as observed
 from ringjax.runtime.lifecycle import on_fresh_start as on_fresh_start
 from ringjax.runtime.lifecycle import on_init as on_init
 from ringjax.runtime.lifecycle import on_shutdown as on_shutdown

@@ -21,7 +21,9 @@ from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
 from ringjax.settings import init_hooks
+from ringjax.world import call_records
 from ringjax.world import process_set as process_set_module
+from ringjax.world.call_records import RecordedWorld
 from ringjax.world.communicator_ids import REPLICA_SET
 from ringjax.world.process_set import ProcessSet as ProcessSet
 from ringjax.world.process_set import global_process_set as global_process_set
@@ -189,6 +191,16 @@ def current(what: str) -> World:
     """
     _check_fork(what)
     return current_or_forked(what)
+
+
+def observed(what: str) -> RecordedWorld:
+    """Returns the world that shows this process's calls.
+
+    That is the world of the job, or before `init` the world apart in which ringjax runs
+    JAX's own collectives. Raises as `current` does if there is neither.
+    """
+    apart = call_records.world_apart()
+    return current(what) if _world is not None or apart is None else apart
 
 
 def current_or_forked(what: str) -> World:

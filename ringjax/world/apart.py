@@ -24,12 +24,13 @@ from ringjax.membership.directives import EpochDirective
 from ringjax.membership.job_credentials import JobCredentials
 from ringjax.membership.joined_job import JoinedJob, join
 from ringjax.membership.rendezvous_discovery import configured_secret
+from ringjax.world.call_records import ApartRecords
 from ringjax.world.communicator_ids import private_id
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_builder import EpochBuilder
 from ringjax.world.hello import create_hello, listening_hosts
 from ringjax.world.key_value_store import KeyValueStore
-from ringjax.world.recorder import create_recorder
+from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
 _NAME = "JAX's processes"
@@ -49,7 +50,8 @@ class WorldApart:
 
     def __init__(self, store: KeyValueStore, config: Config) -> None:
         self.rank, self.size = store.rank, store.size
-        self._config = _static(config)
+        self._config, self._launched = _static(config), config
+        self._records: ApartRecords | None = None
         # The ranks and the use of each communicator, by its id.
         self._groups: dict[int, tuple[tuple[int, ...], str]] = {}
         self._coordinator: Coordinator | None = None
@@ -81,7 +83,7 @@ class WorldApart:
             rank=self.rank,
             size=self.size,
             hosts=hosts,
-            log=lambda text: self._log("warning", text),
+            log=lambda text: self.log("warning", text),
             failed=self._on_thread_failure,
             tls=config.tls,
         )
@@ -94,7 +96,10 @@ class WorldApart:
             tls=config.tls,
         )
         self._job = JoinedJob(client, secret, found["job"], self._coordinator)
+        self._records = ApartRecords(self, self._launched, self.rank, found["job"])
+        self.recorder = self._records.recorder
         self._connect_everybody(client.first)
+        self._records.open(samples=self._is_job)
 
     def _start_coordinator(self, hosts: Sequence[str]) -> dict[str, str]:
         """Returns what the other processes need to join; runs on process 0.
@@ -124,17 +129,15 @@ class WorldApart:
     def _connect_everybody(self, members: Any) -> None:
         assert isinstance(members, EpochDirective)
         assert self._job is not None
-        self._stack_probe = StackProbe(self._log)
+        self._stack_probe = StackProbe(self.log)
         builder = EpochBuilder(
             config=self._config,
             joined_job=self._job,
             listener=self._listener,
             notify=-1,
             stack_probe=self._stack_probe,
-            log=self._log,
-            recorder=create_recorder(
-                self._config, f"JAX process {self.rank}", self._job.job
-            ),
+            log=self.log,
+            recorder=self.recorder,
             registered=False,
         )
         self._epoch = builder.build(members, self._job.client, None)
@@ -152,9 +155,7 @@ class WorldApart:
             PeerLost: one of them is lost.
             RingjaxError: the world is closed.
         """
-        epoch, chosen = self._epoch, tuple(ranks)
-        if epoch is None:
-            raise RingjaxError(f"{_NAME} are not connected any more")
+        epoch, chosen = self.epoch, tuple(ranks)
         # Others may connect groups in another order, so the id is not a count.
         number = private_id("apart", chosen, use)
         if self._groups.setdefault(number, (chosen, use)) != (chosen, use):
@@ -166,25 +167,64 @@ class WorldApart:
         if (known := epoch.communicators.get(number)) is not None:
             return known
         try:
-            return epoch.connect(number, chosen, f"{_NAME} {_text(chosen)}")
+            name = f"{_NAME} {_text(chosen)}"
+            return epoch.connect(number, chosen, name, self._process_set(chosen))
         except BaseException as error:
             epoch.disconnect(number)
             if isinstance(error, _native.StatusError):
                 raise from_status(error) from error
             raise
 
+    def _process_set(self, ranks: tuple[int, ...]) -> int:
+        """Returns the id that records show: 0 if `ranks` are all ranks of the job."""
+        everybody = ranks == tuple(range(self.size)) and self._is_job
+        return 0 if everybody else private_id("apart", ranks, "")
+
     def _on_thread_failure(self, text: str) -> None:
-        self._log("error", text)
+        self.log("error", text)
         if self._epoch is not None:
             self._epoch.fail(text)
             self._epoch.abort(text, self.rank)
 
-    def _log(self, level: str, text: str) -> None:
+    # -- what records show -------------------------------------------------------------
+
+    tuned = ""  # nothing tunes JAX's collectives
+
+    @property
+    def _is_job(self) -> bool:
+        """Whether these processes are all processes of a job that is not elastic."""
+        launched = self._launched
+        grouped = launched.elastic or launched.group_size > 1
+        return not grouped and launched.size in (None, self.size)
+
+    @property
+    def current_epoch(self) -> Epoch | None:
+        """The only epoch, or None while the world is not connected."""
+        return self._epoch
+
+    @property
+    def epoch(self) -> Epoch:
+        """The only epoch. Raises RingjaxError while the world is not connected."""
+        if self._epoch is None:
+            raise RingjaxError(f"{_NAME} are not connected any more")
+        return self._epoch
+
+    @property
+    def rank_info(self) -> RankInfo:
+        return self.epoch.rank_info
+
+    @property
+    def communicators(self) -> dict[int, _native.Communicator]:
+        return {} if self._epoch is None else self._epoch.communicators
+
+    def log(self, level: str, text: str) -> None:
         if LOG_LEVELS.index(level) >= LOG_LEVELS.index(self._config.log_level):
             stderr.line(f"[ringjax, JAX {self.rank}/{self.size}] {level}: {text}")
 
     def close(self) -> None:
         """Leaves in good order, and closes everything. Further calls do nothing."""
+        if self._records is not None:
+            self._records.close()
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             epoch.leave()
@@ -199,6 +239,7 @@ class WorldApart:
     def close_in_child(self) -> None:
         """Closes the copies of the sockets in a forked child."""
         for part in (
+            self._records,
             self._epoch,
             self._stack_probe,
             self._listener,

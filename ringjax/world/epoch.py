@@ -157,6 +157,7 @@ class Epoch:
         watched: bool = True,
         ending: _native.Communicator | None = None,
         served: bool = False,
+        process_set: int | None = None,
     ) -> _native.Communicator:
         """Makes communicator `number` from links that the method `link` has connected.
 
@@ -170,7 +171,11 @@ class Epoch:
                 and reports a failure of the communicator to all peers.
             ending: the communicator CALL_END, for the communicator of a replica set.
             served: whether the communicator serves calls of the program.
+            process_set: the id that records show; None: that of the process set which
+                the communicator serves.
         """
+        if process_set is None:
+            process_set = process_set_of(number)
         config = config or self.config
         links, factory = self._links.pop(number)
         connect = None
@@ -196,7 +201,7 @@ class Epoch:
                 "collective_timeout": config.collective_timeout,
                 "algorithm": config.algorithm,
                 "cost": self.cost,
-                "process_set": process_set_of(number),
+                "process_set": process_set,
                 "device_index": device_index_of(number),
                 "eager": number & EAGER_LANE,
                 **({} if self.recorder is None else {"recorder": self.recorder}),
@@ -216,11 +221,15 @@ class Epoch:
         return communicator
 
     def connect(
-        self, number: int, ranks: Sequence[int], name: str
+        self,
+        number: int,
+        ranks: Sequence[int],
+        name: str,
+        process_set: int | None = None,
     ) -> _native.Communicator:
         """Links and opens a communicator. Every rank in `ranks` must call it."""
         self.link(number, ranks, name)
-        return self.open(number, ranks, name)
+        return self.open(number, ranks, name, process_set=process_set)
 
     def link_small(
         self,

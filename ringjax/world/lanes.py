@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ringjax import _native
 from ringjax.config import Config
-from ringjax.errors import StartupError
+from ringjax.world import call_records
 
 
 class LaneOwner(Protocol):
@@ -55,15 +55,17 @@ class Lanes:
         self.lanes[number].set_timeline(self._timeline)
 
     def open_timeline(self) -> None:
-        """Starts the timeline that RINGJAX_TIMELINE names, on rank 0 of the world."""
-        config = self.owner.config
-        if self.owner.rank != 0 or config.timeline in ("", "DYNAMIC"):
-            return
-        try:
-            timeline = _native.Timeline(config.timeline, config.timeline_mark_cycles)
-        except _native.StatusError as error:
-            raise StartupError(f"RINGJAX_TIMELINE: {error}") from error
-        self.set_timeline(timeline)
+        """Starts the timeline that RINGJAX_TIMELINE names, on rank 0 of the world.
+
+        If JAX's own collectives have started it already, it continues.
+        """
+        timeline = call_records.take_timeline()
+        if timeline is None and self.owner.rank == 0:
+            timeline = call_records.configured_timeline(self.owner.config)
+        if timeline is not None:
+            self.set_timeline(timeline)
+            if self.owner.rank != 0:
+                self.set_timeline(None)
 
     def set_timeline(self, timeline: _native.Timeline | None) -> None:
         """Makes all lanes write events to `timeline`; closes the previous timeline."""

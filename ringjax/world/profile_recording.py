@@ -164,7 +164,7 @@ class ProfileRecording:
                 return True
             lines = steps.cut(lines)
         self._part.write_lines(lines)
-        is_compiled = b'"compiled"' in lines
+        is_compiled = b'"compiled"' in lines or b'"jax"' in lines
         if self._wants_jax is None and is_compiled and "jax" in sys.modules:
             self._begin_jax_trace()
         if self._jax is not None and time.monotonic() > self._jax_until:

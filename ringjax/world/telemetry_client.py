@@ -218,12 +218,12 @@ def thin_waits(
     different numbers of records, so "every n-th record" would keep different calls on
     each rank. This function keeps the calls whose sequence number is a multiple of 1,
     2, 4, 8, ...: if two ranks end at different powers of two, the rank with the larger
-    power keeps only calls that the other rank keeps, too. A record is ``(named,
+    power keeps only calls that the other rank keeps, too. A record is ``(lane,
     sequence number, microseconds waited)``.
 
     Examples:
-        >>> thin_waits([(False, number, 0) for number in range(10)], 3)
-        [(False, 0, 0), (False, 4, 0), (False, 8, 0)]
+        >>> thin_waits([(0, number, 0) for number in range(10)], 3)
+        [(0, 0, 0), (0, 4, 0), (0, 8, 0)]
     """
     divisor = 1
     while len(waits) > max_waits:
@@ -243,14 +243,14 @@ def estimate_step_seconds(events: list[dict[str, Any]]) -> float:
     weighted by the number of its calls; 0.0 if no call has been repeated.
 
     Examples:
-        >>> call = {"named": True, "set": 0, "op": "allreduce", "bytes": 4}
+        >>> call = {"lane": "named", "set": 0, "op": "allreduce", "bytes": 4}
         >>> events = [call | {"name": "x", "entered": t} for t in (1.0, 3.0, 5.0)]
         >>> estimate_step_seconds(events)
         2.0
     """
     times: dict[tuple[object, ...], list[float]] = {}
     for event in events:
-        key = tuple(event[name] for name in ("named", "set", "op", "name", "bytes"))
+        key = tuple(event[name] for name in ("lane", "set", "op", "name", "bytes"))
         times.setdefault(key, []).append(event["entered"])
     intervals = sorted(
         ((max(entered) - min(entered)) / (len(entered) - 1), len(entered))

@@ -26,7 +26,7 @@ from ringjax.membership.directives import Dismiss, EpochDirective, Welcome
 from ringjax.membership.rendezvous_discovery import join_job
 from ringjax.settings import horovod_variables
 from ringjax.settings.unknown_variables import unknown_variable_warnings
-from ringjax.world import devices, epoch_devices
+from ringjax.world import call_records, devices, epoch_devices
 from ringjax.world.communicator_ids import EAGER_LANE
 from ringjax.world.communicator_table import CommunicatorTable
 from ringjax.world.epoch import Epoch
@@ -36,10 +36,9 @@ from ringjax.world.hello import create_hello, listening_hosts
 from ringjax.world.lanes import Lanes
 from ringjax.world.profile_recording import ProfileRecording
 from ringjax.world.rank_info import RankInfo
-from ringjax.world.recorder import create_recorder
 from ringjax.world.recovery import Recovery
 from ringjax.world.registry import Registry
-from ringjax.world.reporter import Reporter, write_to_stderr
+from ringjax.world.reporter import Reporter
 from ringjax.world.solo_mode import SoloMode
 from ringjax.world.stack_probe import StackProbe
 from ringjax.world.telemetry_client import TelemetryClient
@@ -183,13 +182,8 @@ class World(EpochSequence):
 
     def _begin_recording(self, name: str, job: str) -> None:
         """Starts the recorder, and telemetry or reports if they are configured."""
-        config = self.config
-        self.recorder = create_recorder(config, name, job)
-        if config.monitor:
-            client_id = config.rank if config.worker is None else config.worker
-            self._telemetry = TelemetryClient(self, config.monitor, client_id or 0)
-        elif config.report > 0:
-            self._telemetry = Reporter(self, config.report, write_to_stderr)
+        self.recorder = call_records.begin_job(self.config, name, job)
+        self._telemetry = call_records.start_telemetry(self, self.config)
         self._process_name, self._profile_run = name, job[:8] or "alone"
 
     def _end_telemetry(self) -> None:
@@ -429,6 +423,7 @@ class World(EpochSequence):
         """
         self._end_telemetry()
         self.end_profile()
+        call_records.end_job()
         self.solo_mode.end()
         in_order = not (self.failed or self._end or self.dismissed)
         if self.recovery is not None:

@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "engine/heartbeat/wait_reports.h"
 #include "local_world.h"
 
 namespace ringjax {
@@ -36,6 +38,8 @@ struct Threads {
     ++color;
     CommunicatorOptions options;
     options.stall_warning = 0;
+    options.name = "JAX's processes";
+    options.recorder = recorder;
     collectives = JoinRanks(hosts, options, 1 << 12, 4096);
     options.id = 1;
     messages = JoinRanks(hosts, options, 1 << 12, 0);
@@ -57,6 +61,7 @@ struct Threads {
     for (std::thread& thread : threads) thread.join();
   }
 
+  std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(64, "rank 0", "");
   std::vector<std::shared_ptr<Communicator>> collectives, messages;
   std::vector<Handle> handles;
 };
@@ -178,6 +183,45 @@ TEST(WhatXlaHasCutIsRefused) {
   CHECK(Mpi().allreduce(&x, &y, 1, kFloat, MpiTable::kOp + 9, group) != 0);
 }
 
+TEST(CallsOfJaxAreRecordedByItsNames) {
+  const Threads threads({0, 0});
+  threads.Run([&](int rank, Handle group) {
+    const Handle max = MpiTable::kOp + 4;
+    const int n = 4, counts[] = {n, n}, other = 1 - rank;
+    std::vector<float> own(2 * n, 1), got(2 * n);
+    float *in = own.data(), *out = got.data();
+    CHECK_EQ(Mpi().allreduce(in, out, n, kFloat, kSum, group), 0);
+    CHECK_EQ(Mpi().allreduce(in, out, n, kFloat, max, group), 0);
+    CHECK_EQ(Mpi().allgather(in, n, kFloat, out, n, kFloat, group), 0);
+    CHECK_EQ(Mpi().reduce_scatter(in, out, counts, kFloat, kSum, group), 0);
+    CHECK_EQ(
+        Mpi().sendrecv(in, 8, kByte, other, 0, out, 8, kByte, other, 0, group, nullptr),
+        0);
+    Handle request = 0;
+    if (rank == 0)
+      CHECK_EQ(Mpi().isend(in, 12, kByte, 1, 0, group, &request), 0);
+    else
+      CHECK_EQ(Mpi().irecv(out, 12, kByte, 0, 0, group, &request), 0);
+    CHECK_EQ(Mpi().wait(&request, nullptr), 0);
+  });
+  std::map<std::string_view, uint64_t> bytes;
+  for (const Event& event : threads.recorder->Latest()) {
+    CHECK(event.lane == Lane::kJax && event.outcome == Code::kOk);
+    CHECK_EQ(std::string(event.name, event.length), "JAX's processes");
+    CHECK(event.entered <= event.agreed && event.agreed <= event.done);
+    const bool message = event.op == "ppermute" || event.op == "all_to_all";
+    CHECK_EQ(event.sequence == 0, message);
+    bytes[event.op] = event.bytes;
+  }
+  const std::map<std::string_view, uint64_t> expected = {
+      {"psum", 16},         {"pmax", 16},     {"all_gather", 32},
+      {"psum_scatter", 32}, {"ppermute", 12}, {"all_to_all", 8}};
+  CHECK(bytes == expected);
+  CHECK_EQ(threads.recorder->count(), 12u);
+  uint64_t seen = 0;
+  CHECK_EQ(WaitsSince(*threads.recorder, &seen, 64).size(), 8u);  // without messages
+}
+
 TEST(AnAbortEndsAPermutation) {
   const Threads threads({0, 0});
   std::thread killer([&] {
@@ -189,6 +233,9 @@ TEST(AnAbortEndsAPermutation) {
   CHECK_EQ(Mpi().irecv(&x, 1, kByte, 1, 0, threads.handles[0], &request), 0);
   CHECK(Mpi().wait(&request, nullptr) != 0);
   CHECK(ErrorText().find("rank 1 was killed") != std::string::npos);
+  const Event failed = threads.recorder->Latest().back();
+  CHECK(failed.op == "ppermute" && failed.outcome == Code::kUnavailable);
+  CHECK(failed.done - failed.entered < std::chrono::seconds(60));
   killer.join();
 }
 

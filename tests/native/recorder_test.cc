@@ -18,7 +18,7 @@ using std::chrono::microseconds;
 
 Event Allreduce(std::string_view name, int waited_us, int moved_us) {
   Event event = Event::Now();
-  event.op = Collective::kAllreduce;
+  event.op = Name(Collective::kAllreduce);
   event.agreed = event.entered + microseconds(waited_us);
   event.done = event.agreed + microseconds(moved_us);
   event.bytes = 8;
@@ -110,11 +110,11 @@ TEST(RecorderSeparatesWaitingFromMoving) {
   failed.outcome = Code::kUnavailable;
   recorder.Add(failed);
   Event other = Allreduce("a", 2, 2);
-  other.named = true;
+  other.lane = Lane::kNamed;
   recorder.Add(other);
   const auto totals = recorder.totals();
   CHECK_EQ(totals.size(), 2u);
-  const Totals& t = totals.at({0, false, Collective::kAllreduce});
+  const Totals& t = totals.at({0, Lane::kCompiled, "allreduce"});
   CHECK_EQ(t.calls, 3u);
   CHECK_EQ(t.bytes, 24u);
   CHECK_EQ(t.failures, 1u);

@@ -50,7 +50,7 @@ TEST(TimelineAcceptsSeveralThreadsAndContinuesInAnotherFile) {
       const std::string name = "x" + std::to_string(t);
       for (int i = 0; i < 300; ++i) {
         Event event = Event::Now();
-        event.op = Collective::kAllreduce;
+        event.op = Name(Collective::kAllreduce);
         event.agreed = event.done = event.entered;
         event.SetName(name);
         recorder.Add(event);

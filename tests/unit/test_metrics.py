@@ -39,7 +39,7 @@ def _job(ranks: int = 3) -> str:
     for when in (1.0, 2.0):
         for rank in range(ranks):
             one = CollectiveSums(8, 800, 1, 30.5, 0.25, counts, counts)
-            sums = {("allreduce", True, 0): one, ("allgather", False, 40): one}
+            sums = {("allreduce", "named", 0): one, ("allgather", "compiled", 40): one}
             host = 'no"de\\a\n'
             told = Sample(rank, ranks, 2, host, 16, 61.0, 0.5, 0.125, sums=sums)
             aggregator.add_sample(rank, told, when)

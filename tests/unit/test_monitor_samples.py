@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringjax.monitor import locations, report, view
-from ringjax.monitor.aggregator import OTHER_SETS, Aggregator
+from ringjax.monitor.aggregator import OTHER_SETS, Aggregator, CallTotals
 from ringjax.monitor.sample import (
     BUCKETS,
     CollectiveSums,
@@ -38,13 +38,13 @@ def sample_of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> 
         calls,
         1e-3 * calls,
         1e-4 * calls,
-        sums={("allreduce", True, 0): one},
+        sums={("allreduce", "named", 0): one},
         **more,
     )
 
 
 def test_a_sample_is_parsed_as_it_was_sent() -> None:
-    sent = sample_of(1, 2, 7, 3, waits=[(True, 5, 90), (False, 6, 0)], place='a "b"\n')
+    sent = sample_of(1, 2, 7, 3, waits=[(1, 5, 90), (0, 6, 0)], place='a "b"\n')
     sent.memory, sent.step, sent.exposed = 1 << 40, 0.25, 1e-9
     received = parse_sample(sent.text())
     assert received.place == 'a "b"?'  # safe to print on a terminal
@@ -53,7 +53,7 @@ def test_a_sample_is_parsed_as_it_was_sent() -> None:
     assert "\n" not in sent.text()
 
 
-GOOD = json.loads(sample_of(0, 2, 3, waits=[(True, 5, 90)]).text())
+GOOD = json.loads(sample_of(0, 2, 3, waits=[(1, 5, 90)]).text())
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,11 @@ GOOD = json.loads(sample_of(0, 2, 3, waits=[(True, 5, 90)]).text())
         {"waits": [1, 2]},
         {"waits": [1, 2, "x"]},
         {"waits": {}},
+        {"waits": [1.5, 2, 3]},
         {"sums": [[]]},
         {"sums": [1]},
-        {"sums": [["allreduce", 1, 0, 1, 1, 0, 0.0, 0.0, [1], [1]]]},
+        {"sums": [["allreduce", "named", 0, 1, 1, 0, 0.0, 0.0, [1], [1]]]},
+        {"sums": [["psum", 2, *GOOD["sums"][0][2:]]]},
         {"sums": [GOOD["sums"][0]] * 2000},
     ],
 )
@@ -114,16 +116,16 @@ def test_sums_never_decrease() -> None:
     aggregator.add_sample(1, sample_of(1, 2, 15), 2.0)
     aggregator.remove_worker(0)
     aggregator.add_sample(1, sample_of(0, 1, 20, epoch=1), 3.0)
-    assert aggregator.sums["allreduce", True, 0].calls == 30
+    assert aggregator.sums["allreduce", "named", 0].calls == 30
     assert (
         aggregator.ranks[0].totals.calls == 15
         and aggregator.ranks[1].totals.calls == 15
     )
     # Rank 1 has called init again.
     aggregator.add_sample(1, sample_of(0, 1, 2, epoch=1), 4.0)
-    assert aggregator.sums["allreduce", True, 0].calls == 32
+    assert aggregator.sums["allreduce", "named", 0].calls == 32
     assert aggregator.ranks[0].totals.calls == 17
-    assert sum(aggregator.sums["allreduce", True, 0].wait) == 32
+    assert sum(aggregator.sums["allreduce", "named", 0].wait) == 32
 
 
 def test_subtracting_sums() -> None:
@@ -136,10 +138,10 @@ def test_subtracting_sums() -> None:
 def test_process_sets_are_bounded() -> None:
     aggregator = Aggregator()
     for number in range(100):
-        sums = {("allreduce", True, number): CollectiveSums(calls=1)}
+        sums = {("allreduce", "named", number): CollectiveSums(calls=1)}
         aggregator.add_sample(0, Sample(0, 1, sums=sums), float(number))
     assert len(aggregator.sums) == 33
-    assert aggregator.sums["allreduce", True, OTHER_SETS].calls == 68
+    assert aggregator.sums["allreduce", "named", OTHER_SETS].calls == 68
 
 
 def test_view_of_a_time_window() -> None:
@@ -148,7 +150,7 @@ def test_view_of_a_time_window() -> None:
         aggregator.add_sample(rank, sample_of(rank, 3, 1000), 10.0)
     window = aggregator.open_window(10.0)
     for rank in range(3):
-        waits = [(True, call, 0 if rank == 2 else 9000) for call in range(100)]
+        waits = [(1, call, 0 if rank == 2 else 9000) for call in range(100)]
         sent = sample_of(rank, 3, 1100, waits=waits, place="a.py:3 in load", memory=5)
         sent.tuned = "step: 8 MiB" if rank == 0 else ""
         aggregator.add_sample(rank, sent, 11.0)
@@ -169,6 +171,24 @@ def test_view_of_a_time_window() -> None:
     assert [what for _, what in aggregator.events] == ["autotune: step: 8 MiB"]
 
 
+@pytest.mark.parametrize(
+    ("own", "jax"),
+    [
+        ("allreduce", "psum"),
+        ("allreduce", "pmax"),
+        ("allgather", "all_gather"),
+        ("reducescatter", "psum_scatter"),
+    ],
+)
+def test_bandwidth_of_jax_collectives_is_that_of_the_own(own: str, jax: str) -> None:
+    def bus_bytes(op: str, lane: str, process_set: int = 0) -> float:
+        sums = {(op, lane, process_set): CollectiveSums(calls=1, bytes=1200)}
+        return CallTotals.of(Sample(0, 3, moving=1.0, sums=sums)).bus_bytes
+
+    assert bus_bytes(jax, "jax") == bus_bytes(own, "compiled") > 0
+    assert bus_bytes(jax, "jax", process_set=7) == 0
+
+
 def test_silent_ranks_are_marked() -> None:
     aggregator = Aggregator()
     window = aggregator.open_window(0.0)
@@ -187,18 +207,18 @@ def test_samples_of_older_epochs_are_ignored() -> None:
 
 
 def test_all_ranks_keep_the_same_calls() -> None:
-    calls = [(False, number, 1) for number in range(1000)]
+    calls = [(0, number, 1) for number in range(1000)]
     one, other = thin_waits(calls[:700], 256), thin_waits(calls[100:], 256)
     assert 100 < len(one) <= 256 and 100 < len(other) <= 256
     common = {number for _, number, _ in one} & {number for _, number, _ in other}
     assert len(common) > 100
-    same = [(True, 5, 1)] * 1000
+    same = [(1, 5, 1)] * 1000
     assert len(thin_waits(same, 256)) <= 256
 
 
 def test_the_step_duration_is_estimated_from_calls() -> None:
     def call(name: str, when: float) -> dict[str, Any]:
-        known = {"named": True, "set": 0, "op": "allreduce", "bytes": 4}
+        known = {"lane": "named", "set": 0, "op": "allreduce", "bytes": 4}
         return {**known, "name": name, "entered": when}
 
     steps = [
@@ -219,7 +239,7 @@ def test_totals_are_estimated_from_some_of_the_calls() -> None:
     aggregator = Aggregator()
     window = aggregator.open_window(0.0)
     for rank in range(3):
-        waits = [(True, 4 * call, 0 if rank == 1 else 300) for call in range(100)]
+        waits = [(1, 4 * call, 0 if rank == 1 else 300) for call in range(100)]
         aggregator.add_sample(
             rank, sample_of(rank, 3, 400, waits=waits, part=0.25), 0.1
         )

@@ -23,7 +23,7 @@ def _simulate(
     for call in range(calls):
         came = [rng.randrange(noise) + late.get(rank, 0) for rank in range(size)]
         for rank in rng.sample(range(size), size):
-            for judged in seen.add_waits(rank, [(False, call, max(came) - came[rank])]):
+            for judged in seen.add_waits(rank, [(0, call, max(came) - came[rank])]):
                 tally.add(judged)
     return tally
 
@@ -77,20 +77,18 @@ def test_few_calls_name_no_rank() -> None:
 
 def test_the_shortest_wait_of_a_call_counts() -> None:
     seen = Stragglers(2)
-    assert seen.add_waits(0, [(True, 1, 9000), (True, 1, 5000)]) == []
-    assert seen.add_waits(1, [(True, 1, 4000), (True, 1, 10)]) == [
-        LastArrival(1, 0.00499)
-    ]
+    assert seen.add_waits(0, [(1, 1, 9000), (1, 1, 5000)]) == []
+    assert seen.add_waits(1, [(1, 1, 4000), (1, 1, 10)]) == [LastArrival(1, 0.00499)]
 
 
 def test_calls_of_different_lanes_are_separate() -> None:
     seen = Stragglers(2)
-    assert seen.add_waits(0, [(True, 1, 5)]) == []
-    assert seen.add_waits(1, [(False, 1, 5)]) == []
+    assert seen.add_waits(0, [(1, 1, 5)]) == []
+    assert seen.add_waits(1, [(0, 1, 5)]) == []
 
 
 def test_calls_that_a_rank_never_reports_are_forgotten() -> None:
     seen = Stragglers(2)
-    seen.add_waits(0, [(False, call, 1) for call in range(3 * MAX_PENDING_CALLS)])
-    assert seen.add_waits(1, [(False, 0, 1)]) == []  # call 0 is forgotten
-    assert len(seen.add_waits(1, [(False, 3 * MAX_PENDING_CALLS - 1, 1)])) == 1
+    seen.add_waits(0, [(0, call, 1) for call in range(3 * MAX_PENDING_CALLS)])
+    assert seen.add_waits(1, [(0, 0, 1)]) == []  # call 0 is forgotten
+    assert len(seen.add_waits(1, [(0, 3 * MAX_PENDING_CALLS - 1, 1)])) == 1

@@ -238,7 +238,7 @@ nb::list Release(Heartbeat& self) {
 nb::list AsList(const std::vector<WaitRecord>& waits) {
   nb::list all;
   for (const WaitRecord& w : waits)
-    all.append(nb::make_tuple(w.named, w.sequence, w.us));
+    all.append(nb::make_tuple(static_cast<int>(w.lane), w.sequence, w.us));
   return all;
 }
 

@@ -32,9 +32,10 @@ nb::list Events(const Recorder& self) {
   nb::list all;
   for (const Event& e : self.Latest()) {
     nb::dict d;
-    d["op"] = Name(e.op);
+    d["op"] = e.op;
     d["name"] = ToText(std::string(e.name, e.length));
-    d["named"] = e.named;
+    d["lane"] = Name(e.lane);
+    d["named"] = e.lane == Lane::kNamed;
     d["device"] = e.device;
     d["ok"] = e.outcome == Code::kOk;
     d["set"] = e.set;
@@ -53,11 +54,11 @@ nb::list Events(const Recorder& self) {
 nb::list Sums(const Recorder& self) {
   nb::list all;
   for (const auto& [key, t] : self.totals()) {
-    const auto& [set, named, op] = key;
+    const auto& [set, lane, op] = key;
     nb::dict d;
     d["set"] = set;
-    d["named"] = named;
-    d["op"] = Name(op);
+    d["lane"] = Name(lane);
+    d["op"] = op;
     d["calls"] = t.calls;
     d["bytes"] = t.bytes;
     d["failures"] = t.failures;

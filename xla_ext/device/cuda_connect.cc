@@ -86,11 +86,11 @@ Result<std::shared_ptr<CudaCommunicator>> CudaCommunicator::Prepare(
 
 Status CudaCommunicator::Open() {
   const CommunicatorOptions& o = control_->options();
-  return device_.Open([recorder = options_.timed ? o.recorder : nullptr,
-                       set = o.process_set,
-                       named = o.eager](Collective op, double seconds) {
-    if (recorder) recorder->AddDevice({set, named, op}, seconds);
-  });
+  return device_.Open(
+      [recorder = options_.timed ? o.recorder : nullptr, set = o.process_set,
+       lane = o.eager ? Lane::kNamed : Lane::kCompiled](Collective op, double seconds) {
+        if (recorder) recorder->AddDevice({set, lane, Name(op)}, seconds);
+      });
 }
 
 Status CudaCommunicator::Join(const nccl::UniqueId& unique_id) {

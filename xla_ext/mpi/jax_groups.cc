@@ -144,7 +144,7 @@ struct Collect {
     Call call;
     call.op = op;
     call.reduce_op = reduce_op;
-    call.name = name;
+    call.name = call.jax_op = name;
     Tensor tensor;
     RJ_TRY(ReadDtype(dtype, &tensor.dtype));
     tensor.dims.push_back(static_cast<int64_t>(in_rows));

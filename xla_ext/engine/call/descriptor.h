@@ -58,6 +58,9 @@ struct Call {
   // found that all rows of each tensor are the same number on all ranks.
   bool rows_known = false, even = false;
   bool overlapped = false;  // the program continues during the call; only recorded
+  // JAX's name of the operation, "psum", if the call is a collective of JAX. Only
+  // recorded, with the name of the communicator. In memory that is never freed.
+  std::string_view jax_op;
 
   // Sets op, reduce_op and wire. Returns kInvalidArgument if a code is unknown.
   Status SetKinds(int64_t op_number, int64_t reduce_number, int64_t wire_number);

@@ -33,6 +33,12 @@ void CallLog::Succeeded(const Call& call) {
   SetLast(call, end);
 }
 
+void CallLog::Exchanged(const Call& call, uint64_t bytes) {
+  event_.bytes = bytes;
+  event_.algorithm = "messages";
+  Record(call, Clock::now(), Code::kOk);
+}
+
 void CallLog::EndedAtAgreement(const Call& call, Code outcome) {
   Record(call, event_.agreed, outcome);
   const auto end = Clock::now();
@@ -46,15 +52,17 @@ void CallLog::Record(const Call& call, Clock::time_point end, Code outcome) {
   // An eager lane records its own operations (LaneRecord::Report).
   if (!options.recorder || options.eager || trial_) return;
   if (options.device_index > 0 && outcome == Code::kOk)
-    return options.recorder->AddBytes({options.process_set, false, call.op},
-                                      event_.bytes);
-  event_.op = call.op;
+    return options.recorder->AddBytes(
+        {options.process_set, Lane::kCompiled, Name(call.op)}, event_.bytes);
+  const bool jax = !call.jax_op.empty();
+  event_.lane = jax ? Lane::kJax : Lane::kCompiled;
+  event_.op = jax ? call.jax_op : Name(call.op);
   event_.overlapped = call.overlapped;
   event_.outcome = outcome;
   event_.set = options.process_set;
   event_.epoch = options.epoch;
   event_.sequence = state_.sequence();
-  event_.SetName(call.name);
+  event_.SetName(jax ? std::string_view(options.name) : call.name);
   options.recorder->Add(event_);
 }
 

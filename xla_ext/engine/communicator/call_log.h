@@ -44,6 +44,9 @@ class CallLog {
     event_ = Event();
     event_.entered = event_.agreed = agreed;
   }
+  // Records messages of `bytes` bytes between pairs of ranks, which have ended. They
+  // were entered by EnterAgreed, because their ranks do not agree before.
+  void Exchanged(const Call& call, uint64_t bytes);
   // Records that a device moves the data of the call after the agreement.
   void OnDevice(const Call& call);
   // Adds a request to the statistics, and the route of the request to the event.

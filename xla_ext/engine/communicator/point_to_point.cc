@@ -1,6 +1,7 @@
 // Runs a plan that has one step for each message. See point_to_point.h.
 #include "engine/communicator/point_to_point.h"
 
+#include <algorithm>
 #include <string>
 
 #include "collective/schedule.h"
@@ -30,7 +31,7 @@ Status PointToPoint::Exchange(std::span<const Message> sends,
                               std::string_view name) {
   Call call;
   call.op = Collective::kAlltoall;
-  call.name = name;
+  call.name = call.jax_op = name;
   return communicator_.runner_.InTurn(call,
                                       [&] { return Move(call, sends, receives); });
 }
@@ -43,6 +44,7 @@ Status PointToPoint::Move(const Call& call, std::span<const Message> sends,
   AddSteps(sends, StepKind::kSend, &schedule, &in);
   AddSteps(receives, StepKind::kRecv, &schedule, &out);
   const Plan plan = Compile(schedule, state.size(), false);
+  communicator_.log_.EnterAgreed(Event::Clock::now());
   // The frame has no sequence number, because ranks would have different ones.
   Frame frame;
   communicator_.runner_.Prepare(call, &frame);
@@ -53,7 +55,9 @@ Status PointToPoint::Move(const Call& call, std::span<const Message> sends,
   bytes.dtype = bytes.wire = DType::kU8;
   Waiter waiter = state.NewWaiter();
   const Status moved = Execute(plan, buffers, bytes, frame, state.endpoints, &waiter);
-  return moved.ok() ? moved : communicator_.failures_.Fail(call, moved);
+  if (!moved.ok()) return communicator_.failures_.Fail(call, moved);
+  communicator_.log_.Exchanged(call, std::max(in.bytes(), out.bytes()));
+  return moved;
 }
 
 }  // namespace ringjax

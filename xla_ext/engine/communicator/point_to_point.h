@@ -29,9 +29,9 @@ class PointToPoint {
   explicit PointToPoint(Communicator* communicator) : communicator_(*communicator) {}
 
   // Sends and receives all messages, and returns when all data are in place. No message
-  // waits for another one, except for an earlier message of the same pair. `name` names
-  // the operation in errors. Fails as Communicator::Run does; an error that concerns a
-  // lost peer has that peer's rank.
+  // waits for another one, except for an earlier message of the same pair. `name` is
+  // JAX's name of the operation, see Call::jax_op. Fails as Communicator::Run does; an
+  // error that concerns a lost peer has that peer's rank.
   Status Exchange(std::span<const Message> sends, std::span<const Message> receives,
                   std::string_view name);
 

@@ -60,13 +60,13 @@ void LaneRecord::Report(std::span<const TaskPtr> tasks, Clock::time_point agreed
   event.agreed = agreed;
   // A call reads the clock when it ends, but not if a device runs it, or if it fails.
   if (!status.ok() || event.device || event.done < agreed) event.done = Clock::now();
-  event.named = true;
+  event.lane = Lane::kNamed;
   event.outcome = status.code();
   event.set = communicator_->options().process_set;
   event.epoch = communicator_->epoch();
   event.sequence = communicator_->entered();
   for (const TaskPtr& task : tasks) {
-    event.op = task->op;
+    event.op = Name(task->op);
     event.device = task->cuda;
     event.entered = task->since;
     event.bytes = 0;

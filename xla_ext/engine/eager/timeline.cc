@@ -121,16 +121,18 @@ void Timeline::EndRow(const Row& row, const std::string& arguments) {
   state->phase = Phase::kIdle;
 }
 
-// Adds a call of a compiled program. Ignores operations of eager lanes, which the lanes
-// report by the functions above, and calls that began before the timeline was opened.
+// Adds a call of a compiled program or of JAX. Ignores operations of eager lanes, which
+// the lanes report by the functions above, and calls that began before the timeline was
+// opened. The name of a call of JAX is that of its processes.
 void Timeline::OnEvent(const Event& event) {
-  if (event.named || event.entered < start_) return;
+  if (event.lane == Lane::kNamed || event.entered < start_) return;
   const std::lock_guard lock(mutex_);
+  const std::string_view name(event.name, event.length), op = event.op;
   const std::string set =
       event.set == 0 ? "" : "process set " + std::to_string(event.set);
-  const std::string_view op = ringjax::Name(event.op);
-  const std::string_view name(event.name, event.length);
-  const RowState* state = StateOf({set, op, name}, " (compiled)");
+  const RowState* state = event.lane == Lane::kJax
+                              ? StateOf({name, op, ""})
+                              : StateOf({set, op, name}, " (compiled)");
   const bool agreed = event.agreed != Clock::time_point();
   Begin(*state, "NEGOTIATE_" + Upper(op), Stamp(event.entered));
   Add("{\"ph\":\"X\",\"name\":\"0\",\"dur\":0,\"pid\":" +
@@ -151,7 +153,7 @@ void Timeline::OnEvent(const Event& event) {
 
 Timeline::RowState* Timeline::StateOf(const Row& row, std::string_view suffix) {
   std::string title(row.op);
-  title.append(".").append(row.name);
+  if (!row.name.empty()) title.append(".").append(row.name);
   if (!row.set.empty()) title.append(" (").append(row.set).append(")");
   title.append(suffix);
   auto [found, fresh] = rows_.try_emplace(title);

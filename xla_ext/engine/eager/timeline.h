@@ -5,10 +5,10 @@
 // On the row, NEGOTIATE_ALLREDUCE lasts from the submission of the first rank until all
 // ranks have submitted the operation, with a mark for each rank. ALLREDUCE follows
 // while the operation runs. The eager lanes report their operations while the
-// operations run. The recorder reports each call of a compiled program after the call
-// has ended, and shows only the mark of this rank. A separate thread writes the file,
-// so a reporting thread only takes a lock. Times are microseconds since the timeline
-// was opened.
+// operations run. The recorder reports each call of a compiled program, and each of
+// JAX's own collectives, after the call has ended, and shows only the mark of this
+// rank. A separate thread writes the file, so a reporting thread only takes a lock.
+// Times are microseconds since the timeline was opened.
 //
 // The newest events are always kept: when the file is full, it is renamed to end in
 // ".1", replacing an older file of that name, and a new file begins.

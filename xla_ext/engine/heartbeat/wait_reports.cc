@@ -9,7 +9,7 @@
 namespace ringjax {
 namespace {
 
-constexpr uint32_t kNamed = uint32_t{1} << 31;  // bit of WaitRecord::named on the wire
+constexpr int kLaneShift = 30;     // the bits of WaitRecord::lane in a word of the wire
 constexpr size_t kMaxInBeat = 96;  // waits in one message, which fits in kMaxText bytes
 constexpr size_t kMaxKept = 4096;  // waits of one peer that are kept until TakeWaits
 constexpr size_t kMaxPlace = 180;  // bytes of the text of SetLocation
@@ -41,10 +41,11 @@ std::vector<WaitRecord> WaitsSince(const Recorder& recorder, uint64_t* seen,
                                    size_t most) {
   std::vector<WaitRecord> waits;
   for (const Event& event : recorder.Since(seen)) {
-    if (event.set != 0 || event.outcome != Code::kOk) continue;
-    const double us = std::clamp(event.wait_seconds() * 1e6, 0.0, 2e9);
-    waits.push_back({static_cast<uint32_t>(event.sequence), event.named,
-                     static_cast<uint32_t>(us)});
+    // Messages between pairs of ranks have no sequence number.
+    if (event.set != 0 || event.outcome != Code::kOk || event.sequence == 0) continue;
+    const double us = std::clamp(event.wait_seconds() * 1e6, 0.0, 1e9);
+    waits.push_back(
+        {static_cast<uint32_t>(event.sequence), event.lane, static_cast<uint32_t>(us)});
   }
   if (waits.size() > most) waits.erase(waits.begin(), waits.end() - most);
   return waits;
@@ -62,7 +63,8 @@ void WaitReports::SendWaits() {
   head.move = busy.moving;
   std::string text = WithHead(head, "");
   for (const WaitRecord& w : waits) {
-    const uint32_t words[2] = {w.sequence, w.us | (w.named ? kNamed : 0)};
+    const uint32_t words[2] = {w.sequence, w.us | static_cast<uint32_t>(w.lane)
+                                                      << kLaneShift};
     text.append(reinterpret_cast<const char*>(words), sizeof words);
   }
   connections_->Send(0, ControlMessage::Type::kWaits, text + where_);
@@ -81,7 +83,9 @@ void WaitReports::HandleWaits(int from, const std::string& text) {
   for (size_t i = 0; i < head.count; ++i) {
     uint32_t word[2];
     std::memcpy(word, text.data() + sizeof head + i * words, words);
-    waits.latest.push_back({word[0], (word[1] & kNamed) != 0, word[1] & ~kNamed});
+    const auto lane = static_cast<Lane>(word[1] >> kLaneShift);
+    waits.latest.push_back(
+        {word[0], lane, word[1] & ((uint32_t{1} << kLaneShift) - 1)});
   }
   if (waits.latest.size() > kMaxKept)
     waits.latest.erase(waits.latest.begin(), waits.latest.end() - kMaxKept);

@@ -16,9 +16,9 @@ namespace ringjax {
 
 // How long a rank waited for the other ranks in one call of the world.
 struct WaitRecord {
-  uint32_t sequence = 0;  // low 32 bits of the sequence number of the call
-  bool named = false;     // an eager operation; several may have the same call
-  uint32_t us = 0;        // microseconds of waiting
+  uint32_t sequence = 0;        // low 32 bits of the sequence number of the call
+  Lane lane = Lane::kCompiled;  // several operations of kNamed may have the same call
+  uint32_t us = 0;              // microseconds of waiting
 };
 // The waits that a peer has reported.
 struct PeerWaits {

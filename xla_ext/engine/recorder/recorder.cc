@@ -52,8 +52,8 @@ std::string JsonLine(const Event& e, Event::Clock::time_point zero) {
                 ", \"set\": %d, \"epoch\": %" PRIu32 ", \"seq\": %" PRIu64
                 ", \"bytes\": %" PRIu64 ", \"code\": %d",
                 e.set, e.epoch, e.sequence, e.bytes, static_cast<int>(e.outcome));
-  return "{\"op\": " + Quoted(Name(e.op)) + ", \"name\": " + Quoted(name) +
-         ", \"lane\": " + (e.named ? "\"named\"" : "\"compiled\"") + numbers +
+  return "{\"op\": " + Quoted(e.op) + ", \"name\": " + Quoted(name) +
+         ", \"lane\": " + Quoted(Name(e.lane)) + numbers +
          ", \"algorithm\": " + Quoted(e.algorithm) +
          ", \"entered\": " + JsonSeconds(e.entered, zero) +
          ", \"agreed\": " + JsonSeconds(e.agreed, zero) +
@@ -103,7 +103,7 @@ void Recorder::Add(const Event& event) {
     oldest_ = (oldest_ + 1) % capacity_;
   }
   ++count_;
-  Totals& t = totals_[{event.set, event.named, event.op}];
+  Totals& t = totals_[{event.set, event.lane, event.op}];
   ++t.calls;
   t.bytes += event.bytes;
   t.failures += event.outcome != Code::kOk;

@@ -25,23 +25,32 @@
 
 namespace ringjax {
 
+// How the program makes a call. JAX's own collectives are a lane of their own, because
+// the sequence numbers of their communicators are independent of those of the job.
+enum class Lane : uint8_t { kCompiled = 0, kNamed, kJax };
+inline constexpr std::string_view kLaneNames[] = {"compiled", "named", "jax"};
+constexpr std::string_view Name(Lane lane) {
+  return kLaneNames[static_cast<int>(lane)];
+}
+
 // One call, or one operation of an eager lane.
 struct Event {
   using Clock = std::chrono::steady_clock;
 
   static constexpr size_t kMaxName = 55;  // bytes; a longer name is cut
 
-  Collective op = Collective::kBarrier;
-  bool named = false;       // an eager operation, entered when it was submitted
-  bool device = false;      // a device moves the data, later than `done`
-  bool overlapped = false;  // the program continues during the call
+  // The name of a collective, or JAX's name of it, in memory that is never freed.
+  std::string_view op = Name(Collective::kBarrier);
+  Lane lane = Lane::kCompiled;  // an event of kNamed is entered when it is submitted
+  bool device = false;          // a device moves the data, later than `done`
+  bool overlapped = false;      // the program continues during the call
   Code outcome = Code::kOk;
   uint8_t length = 0;  // bytes of `name`
   char name[kMaxName];
   int set = 0;  // id of the process set
   uint32_t epoch = 0;
-  uint64_t sequence = 0;                    // seq of the call that moved the data
-  uint64_t bytes = 0;                       // size of the tensors
+  uint64_t sequence = 0;  // seq of the call that moved the data; 0 for messages
+  uint64_t bytes = 0;     // size of the tensors
   Clock::time_point entered, agreed, done;  // `agreed` is not set without agreement
   std::string_view algorithm;               // name of the route (Route::name)
 
@@ -51,7 +60,7 @@ struct Event {
   double move_seconds() const;  // 0 without agreement
 };
 
-// Totals of one collective on one process set, separately for eager and compiled calls.
+// Totals of one collective on one process set in one lane.
 struct Totals {
   // Counts of calls by duration. Bucket 0 counts calls below 1 us, and bucket b calls
   // from 2^(b-1) us to below 2^b us. The last bucket also counts all longer calls.
@@ -83,7 +92,7 @@ class Listener {
 // A ring buffer of the latest events, and totals of all events. Thread-safe.
 class Recorder {
  public:
-  using Key = std::tuple<int, bool, Collective>;  // set, named, op
+  using Key = std::tuple<int, Lane, std::string_view>;  // set, lane, op
 
   // Keeps the latest `capacity` events. `who` names the process in messages, such as
   // "rank 3". `path` is the file that Dump writes; if `path` is empty, Dump writes no
