@@ -24,7 +24,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 rank, size, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-jax.distributed.initialize(where, size, rank)
+if size > 1:
+    jax.distributed.initialize(where, size, rank)
 devices = np.array(jax.devices())
 store = jax._src.distributed.global_state.client
 
@@ -57,20 +58,25 @@ def error_of(function):
 def started(
     lines: str, size: int, *variables: dict[str, str]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts the lines in processes of jax.distributed."""
+    """Starts the lines in processes of jax.distributed.
+
+    `variables` has those of each process; an empty one is not set.
+    """
     reserved = bind_free_port()
     where = f"127.0.0.1:{reserved.getsockname()[1]}"
     wanted = VARIABLES | mpi_library.variables(VARIABLES)
     words = [sys.executable, "-P", "-c", HEAD + dedent(lines)]
+    variables = variables or ({},) * size
+    every = [environment("collectives", wanted | extra) for extra in variables]
     processes = [
         subprocess.Popen(
             [*words, str(rank), str(size), where],
-            env=environment("collectives", wanted | extra),
+            env={name: value for name, value in own.items() if value},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, extra in enumerate(variables or [dict[str, str]()] * size)
+        for rank, own in enumerate(every)
     ]
     try:
         yield processes
