@@ -1,9 +1,9 @@
 """A world apart: connects the processes of `jax.distributed`, independently of `init`.
 
-JAX's own collectives run on its communicators. Its ranks are JAX's processes, which may
-be one group of a larger job, or need no ringrun at all. So it has a coordinator, a
-listener and an epoch of its own, and compiled programs do not find its communicators by
-their ids, which are ids of the ordinary world, too.
+JAX's own collectives run on its communicators. Its ranks are JAX's processes, or their
+devices (device_ranks.py). The processes may be one group of a larger job, or need no
+ringrun at all. So a rank has a listener and an epoch of its own, and compiled programs
+do not find its communicators by their ids, which are ids of the ordinary world, too.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ from ringjax.world.key_value_store import KeyValueStore
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.stack_probe import StackProbe
 
-_NAME = "JAX's processes"
 _SECRET_LABEL = b"ringjax: the world apart of jax.distributed, "
 
 
 class WorldApart:
-    """The connection of this process with the other processes of `jax.distributed`.
+    """The connection of one rank with the other ranks of `jax.distributed`.
 
-    All processes make it at the same time. The constructor raises StartupError if not
-    all of them come, and PeerLost if one is lost meanwhile.
+    All ranks make it at the same time. The constructor raises StartupError if not all
+    of them come, and PeerLost if one is lost meanwhile.
 
     Args:
-        store: the processes' key-value store, with the rank and the size of the world.
+        store: the ranks' key-value store, with the rank and the size of the world.
         config: the settings. Those about the ordinary job, such as ranks, do not apply.
+        owners: the process of each rank, if the ranks are devices.
     """
 
-    def __init__(self, store: KeyValueStore, config: Config) -> None:
-        self.rank, self.size = store.rank, store.size
+    def __init__(
+        self, store: KeyValueStore, config: Config, owners: Sequence[int] = ()
+    ) -> None:
+        self.rank, self.size, self._owners = store.rank, store.size, owners
         self._config, self._launched = _static(config), config
+        self._process = owners[self.rank] if owners else self.rank
         self._records: ApartRecords | None = None
         # The ranks and the use of each communicator, by its id.
         self._groups: dict[int, tuple[tuple[int, ...], str]] = {}
@@ -74,8 +77,9 @@ class WorldApart:
         secret = _derived_secret(config, found["job"]) or bytes.fromhex(found["secret"])
         if not secret:
             raise StartupError(
-                "process 0 has the secret of a job (RINGJAX_SECRET), and process "
-                f"{self.rank} does not: all processes must be started by one ringrun"
+                f"{store.member} 0 has the secret of a job (RINGJAX_SECRET), and "
+                f"{store.member} {self.rank} does not: all processes must be started "
+                "by one ringrun"
             )
         self._listener = LinkListener(
             secret,
@@ -96,15 +100,15 @@ class WorldApart:
             tls=config.tls,
         )
         self._job = JoinedJob(client, secret, found["job"], self._coordinator)
-        self._records = ApartRecords(self, self._launched, self.rank, found["job"])
+        self._records = ApartRecords(self, self._launched, self._process, found["job"])
         self.recorder = self._records.recorder
         self._connect_everybody(client.first)
         self._records.open(samples=self._is_job)
 
     def _start_coordinator(self, hosts: Sequence[str]) -> dict[str, str]:
-        """Returns what the other processes need to join; runs on process 0.
+        """Returns what the other processes need to join; runs on rank 0.
 
-        A secret that all processes derive is not among it, because anybody can read
+        A secret that all ranks derive is not among it, because anybody can read
         JAX's key-value store.
         """
         config, job = self._config, secrets.token_hex(8)
@@ -141,7 +145,8 @@ class WorldApart:
             registered=False,
         )
         self._epoch = builder.build(members, self._job.client, None)
-        builder.connect(self._epoch, members, [(0, range(self.size), _NAME)], {})
+        everybody = 0, range(self.size), self._name()
+        builder.connect(self._epoch, members, [everybody], {})
 
     def connect(self, ranks: Sequence[int], use: str = "") -> _native.Communicator:
         """Connects processes, and returns their communicator, in the order of `ranks`.
@@ -159,16 +164,16 @@ class WorldApart:
         # Others may connect groups in another order, so the id is not a count.
         number = private_id("apart", chosen, use)
         if self._groups.setdefault(number, (chosen, use)) != (chosen, use):
-            other = _text(self._groups[number][0])
+            other = self._name(self._groups[number][0])
             raise RingjaxError(
-                f"{_NAME} {_text(chosen)} have, by chance, the id of {other}: give one "
-                "group its processes in another order"
+                f"{self._name(chosen)} have, by chance, the id of {other}: give one "
+                "group its members in another order"
             )
         if (known := epoch.communicators.get(number)) is not None:
             return known
         try:
-            name = f"{_NAME} {_text(chosen)}"
-            return epoch.connect(number, chosen, name, self._process_set(chosen))
+            name, process_set = self._name(chosen), self._process_set(chosen)
+            return epoch.connect(number, chosen, name, process_set)
         except BaseException as error:
             epoch.disconnect(number)
             if isinstance(error, _native.StatusError):
@@ -179,6 +184,13 @@ class WorldApart:
         """Returns the id that records show: 0 if `ranks` are all ranks of the job."""
         everybody = ranks == tuple(range(self.size)) and self._is_job
         return 0 if everybody else private_id("apart", ranks, "")
+
+    def _name(self, ranks: Sequence[int] = ()) -> str:
+        """Returns the name of these ranks in errors, or that of all."""
+        if not self._owners:
+            return f"JAX's processes {_text(ranks)}".rstrip()
+        processes = f"of processes {_text([self._owners[r] for r in ranks])}"
+        return f"JAX's devices {_text(ranks)} {processes}" if ranks else "JAX's devices"
 
     def _on_thread_failure(self, text: str) -> None:
         self.log("error", text)
@@ -206,7 +218,7 @@ class WorldApart:
     def epoch(self) -> Epoch:
         """The only epoch. Raises RingjaxError while the world is not connected."""
         if self._epoch is None:
-            raise RingjaxError(f"{_NAME} are not connected any more")
+            raise RingjaxError(f"{self._name()} are not connected any more")
         return self._epoch
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ringjax.errors import StartupError
 
-_GRACE = 5.0  # seconds for process 0 to tell which process was missing
+_GRACE = 5.0  # seconds for rank 0 to tell which rank was missing
 
 
 class StoreClient(Protocol):
@@ -26,23 +26,29 @@ class StoreClient(Protocol):
 
 
 class KeyValueStore:
-    """The values that the processes of one job exchange, under a common prefix.
+    """The values that the ranks of one job exchange, under a common prefix.
 
-    All processes call the methods in the same order, and wait at most `timeout` seconds
-    for each other.
+    All ranks call the methods in the same order, and wait at most `timeout` seconds
+    for each other. A rank is a process, or a device; `member` is the word for errors.
     """
 
     def __init__(
-        self, client: StoreClient, rank: int, size: int, prefix: str, timeout: float
+        self,
+        client: StoreClient,
+        rank: int,
+        size: int,
+        prefix: str,
+        timeout: float,
+        member: str = "process",
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.member = rank, size, member
         self._client, self._prefix, self._timeout = client, prefix, timeout
 
     def exchange(self, name: str, value: Any) -> list[Any]:
-        """Sets a JSON value, and returns the values of all processes by rank.
+        """Sets a JSON value, and returns the values of all ranks, in order.
 
         Raises:
-            StartupError: a process has not set its value. The text names the process.
+            StartupError: a rank has not set its value. The text names the rank.
         """
         self._client.key_value_set(self._key(name, self.rank), json.dumps(value))
 
@@ -52,15 +58,15 @@ class KeyValueStore:
         return list(self.from_first(f"{name}/all", values))
 
     def from_first(self, name: str, value: Callable[[], Any]) -> Any:
-        """Returns the JSON value that `value` returns on process 0, on all processes.
+        """Returns the JSON value that `value` returns on rank 0, on all ranks.
 
         Raises:
-            StartupError: process 0 has set no value, or `value` has failed on it.
+            StartupError: rank 0 has set no value, or `value` has failed on it.
         """
         if self.rank > 0:
             found = self._get(name, 0, self._timeout + _GRACE)
             if "failure" in found:
-                raise StartupError(f"process 0: {found['failure']}")
+                raise StartupError(f"{self.member} 0: {found['failure']}")
             return found["value"]
         try:
             made = value()
@@ -82,7 +88,7 @@ class KeyValueStore:
         # JAX raises an error of its own, and has no name for it that is public.
         except Exception as error:
             raise StartupError(
-                f"process {rank} has not set {key} in JAX's key-value store within "
-                f"{seconds:g} s: {error}"
+                f"{self.member} {rank} has not set {key} in JAX's key-value store "
+                f"within {seconds:g} s: {error}"
             ) from error
         return json.loads(text)

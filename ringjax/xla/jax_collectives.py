@@ -21,9 +21,10 @@ from jax.extend import backend
 
 from ringjax import _native, stderr
 from ringjax.config import Config
+from ringjax.errors import RingjaxError
 from ringjax.settings import mpi_library
 from ringjax.world import devices as cuda_devices
-from ringjax.world.apart import WorldApart
+from ringjax.world.device_ranks import DeviceRanks, Pair
 from ringjax.world.key_value_store import KeyValueStore
 from ringjax.xla import jax_client
 from ringjax.xla.priming import Priming
@@ -39,14 +40,14 @@ _mpi: Any = _native
 class JaxCollectives:
     """The parts behind the collectives of one client of JAX."""
 
-    world: WorldApart
+    ranks: DeviceRanks
     mpi: Any  # XLA's object
     stop_priming: Callable[[], None]
 
     def close(self) -> None:
         self.stop_priming()
         _mpi.mpi_close(_CLOSED)
-        self.world.close()
+        self.ranks.close()
         self.mpi.Finalize()
 
 
@@ -68,13 +69,8 @@ def enable() -> None:
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def refusal(devices: int) -> str:
-    """Returns why ringjax cannot run JAX's collectives in this process, or "".
-
-    `devices` is the number of devices that this process has.
-    """
-    if devices != 1:
-        return f"a process must have one device, and this one has {devices}"
+def refusal() -> str:
+    """Returns why ringjax cannot run JAX's collectives in this process, or ""."""
     if why := mpi_library.problem():
         return why
     try:
@@ -97,20 +93,27 @@ def device_count(setting: int, flags: str) -> int:
 
 def _make_client() -> Any:
     """Makes JAX's client for CPUs. JAX calls it while it holds a lock."""
+    _close()  # a client that jax.extend.backend has cleared may have left it open
     job = jax_client.current_job()
     if job is None or job.processes == 1:
         return jax_client.make_client()
     config, settings = Config.from_env(), jax.config
+    prefix = _prefix(job)
     store = KeyValueStore(
-        job.store, job.process, job.processes, _prefix(job), config.start_timeout
+        job.store, job.process, job.processes, prefix, config.start_timeout
     )
     devices = device_count(
         settings.values.get("jax_num_cpu_devices", -1), os.environ.get("XLA_FLAGS", "")
     )
-    reasons = store.exchange("refusal", _unasked(config) or refusal(devices))
-    refused = [f"process {i}: {reason}" for i, reason in enumerate(reasons) if reason]
+    why = _unasked(config, devices) or refusal()
+    found = store.exchange("process", {"devices": devices, "refusal": why})
+    refused = [
+        f"process {i}: {x['refusal']}" for i, x in enumerate(found) if x["refusal"]
+    ]
     if not refused:
-        return jax_client.make_client(_open(store, config))
+        counts = [x["devices"] for x in found]
+        ranks = DeviceRanks(job.store, prefix, job.process, counts, config)
+        return jax_client.make_client(_open(job, ranks))
     # Groups use Gloo without a line if the user has not asked for ringjax.
     if job.process == 0 and config.jax_collectives:
         more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
@@ -120,11 +123,13 @@ def _make_client() -> Any:
     return jax_client.make_client(jax_client.make_gloo(job.store))
 
 
-def _unasked(config: Config) -> str:
-    """Returns why a group does not use ringjax for programs on CPUs by itself."""
-    if config.jax_collectives or not cuda_devices.count(config):
+def _unasked(config: Config, devices: int) -> str:
+    """Returns why a group does not use ringjax unless the user asks for it, or ""."""
+    if config.jax_collectives:
         return ""
-    return "its programs may run on CUDA devices"
+    if cuda_devices.count(config):
+        return "its programs may run on CUDA devices"
+    return "" if devices == 1 else f"it has {devices} devices"
 
 
 def _prefix(job: jax_client.JaxJob) -> str:
@@ -135,49 +140,58 @@ def _prefix(job: jax_client.JaxJob) -> str:
     return f"ringjax/{_last_store[1]}"
 
 
-def _open(store: KeyValueStore, config: Config) -> Any:
-    """Connects all processes, and returns XLA's collectives on their world."""
+def _open(job: jax_client.JaxJob, ranks: DeviceRanks) -> Any:
+    """Returns XLA's collectives on the ranks of this process's devices."""
     global _current
-    # A client that jax.extend.backend has cleared may have left one behind.
-    if _current is not None:
-        _current.close()
-        _current = None
-    world = WorldApart(store, config)
     try:
-        _mpi.mpi_set_world(store.rank, store.size)
+        _mpi.mpi_set_world(job.process, job.processes)
         mpi = jax_client.make_mpi()
         mpi.Init()
     except BaseException:
-        world.close()
+        ranks.close()
         raise
 
-    def connect(ranks: Sequence[int]) -> tuple[Any, Any]:
-        # Messages between pairs are not numbered alike on all ranks, as calls are.
-        return world.connect(ranks), world.connect(ranks, "messages")
+    def connect(group: Sequence[jax.Device]) -> dict[int, Pair]:
+        every = sorted(group[0].client.devices(), key=_owner_and_id)
+        if len(every) != ranks.size:
+            raise RingjaxError(
+                f"XLA has made {len(every)} devices instead of {ranks.size}: set their "
+                "number by jax_num_cpu_devices"
+            )
+        return ranks.connect([every.index(device) for device in group])
 
-    def expect(color: int, key: int, both: tuple[Any, Any]) -> None:
+    def expect(color: int, key: int, both: Pair) -> None:
         _mpi.mpi_expect(color, key, *both)
 
-    priming = Priming(store.rank, connect, expect)
-    _current = JaxCollectives(world, mpi, jax_client.on_load(priming))
+    priming = Priming(job.process, connect, expect)
+    _current = JaxCollectives(ranks, mpi, jax_client.on_load(priming))
     return mpi
+
+
+def _owner_and_id(device: jax.Device) -> tuple[int, int]:
+    return device.process_index, device.id
 
 
 def _close_at_exit() -> None:
     """Leaves the world, after the programs that other processes still need."""
-    global _current
     if _current is None:
         return
     for array in jax.live_arrays():
         # The error of a failed program is raised to those who use its results.
         with contextlib.suppress(Exception):
             array.block_until_ready()
-    _current.close()
-    _current = None
+    _close()
+
+
+def _close() -> None:
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
 
 
 def _close_in_child() -> None:
     # Keep the object: its destructors would end what belongs to the parent.
     if _current is not None:
-        _current.world.close_in_child()
+        _current.ranks.close_in_child()
         atexit.unregister(_close_at_exit)

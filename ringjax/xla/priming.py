@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -42,8 +42,9 @@ class Priming:
 
     Args:
         process: the index of this process.
-        connect: connects processes, in the order of their ranks, and returns their
-            communicator. All of them call it at the same time.
+        connect: connects the devices of a group, and returns the communicator of each
+            device of this process, by its place in the group. All processes of the
+            group call it at the same time.
         expect: called as ``expect(color, key, communicator)`` before XLA splits the
             world by this color and key; see `_native.mpi_expect`.
     """
@@ -51,7 +52,7 @@ class Priming:
     def __init__(
         self,
         process: int,
-        connect: Callable[[Sequence[int]], Any],
+        connect: Callable[[Sequence[jax.Device]], Mapping[int, Any]],
         expect: Callable[[int, int, Any], None],
     ) -> None:
         self._process, self._connect, self._expect = process, connect, expect
@@ -103,9 +104,9 @@ class Priming:
         primed.set_result(None)
 
     def _prime(self, group: Sequence[jax.Device], text: str) -> None:
-        processes = [device.process_index for device in group]
+        processes = list(dict.fromkeys(device.process_index for device in group))
         try:
-            communicator = self._connect(processes)
+            communicators = self._connect(group)
         except Unreachable as error:
             advice = (
                 "compiling it is collective: each of them must compile it, and its "
@@ -115,8 +116,8 @@ class Priming:
         except PeerLost as error:
             raise PeerLost(_explain(processes, text, str(error)), error.rank) from error
         with self._splitting:
-            place = processes.index(self._process)
-            self._expect(group[0].id, place, communicator)
+            for place, communicator in communicators.items():
+                self._expect(group[0].id, place, communicator)
             self._run(group)
 
     def _run(self, group: Sequence[jax.Device]) -> None:

@@ -21,15 +21,15 @@ from ringjax.xla import jax_client, priming
 
 asked, announced = [], []
 
-def connect(processes):
-    asked.append(list(processes))
-    return f"communicator {len(asked)}"
+def connect(group):
+    asked.append([device.id for device in group])
+    return {place: f"{len(asked)}, {place}" for place in range(len(group))}
 
 def expect(color, key, communicator):
-    assert communicator == f"communicator {len(asked)}"
+    assert communicator == f"{len(asked)}, {key}"
     announced.append((color, key))
 
-primed = priming.Priming(0, lambda ranks: connect(ranks), expect)
+primed = priming.Priming(0, lambda group: connect(group), expect)
 stop = jax_client.on_load(primed)
 
 def groups():
@@ -92,8 +92,8 @@ def test_the_groups_of_programs_are_primed_once() -> None:
         """
     )
     assert out == [
-        "[(0, 2), (1, 3)] [[0, 0], [0, 0]] [(0, 0), (1, 0)]",
-        "[(0, 1), (2, 3)] [[0, 0], [0, 0]]",
+        "[(0, 2), (1, 3)] [[0, 2], [1, 3]] [(0, 0), (0, 1), (1, 0), (1, 1)]",
+        "[(0, 1), (2, 3)] [[0, 1], [2, 3]]",
         "[(1, 2), (3, 0)]",
         "[(3, 0, 1, 2)]",
         "[(3, 1, 0, 2)]",
@@ -151,11 +151,11 @@ def test_threads_prime_a_group_once() -> None:
 
         thread = threading.Thread(target=load_second)
         thread.start()
-        def connect(processes):
-            asked.append(list(processes))
+        def connect(group):
+            asked.append(group)
             if len(asked) == 1:
                 met.wait()
-            return f"communicator {len(asked)}"
+            return {}
         on(square, lambda x: lax.psum(x, "a"))(x)
         thread.join()
         assert len(asked) == 2 and len(groups()) == 2
@@ -168,7 +168,7 @@ def test_errors_reach_whoever_compiles() -> None:
         """
         def fails(error):
             global connect
-            def connect(processes):
+            def connect(group):
                 raise error
             try:
                 on(square, lambda x: lax.psum(x, "a"))(x)
@@ -183,7 +183,7 @@ def test_errors_reach_whoever_compiles() -> None:
         fails(None)
         """
     )
-    text = "the program jit__lambda communicates between processes 0, 0: "
+    text = "the program jit__lambda communicates between processes 0: "
     assert out[0].startswith(f"Stalled [1] {text}compiling it is collective: each ")
     assert out[0].endswith("in the same order; rank 1 did not call")
     assert out[1] == f"PeerLost 1 {text}rank 1 is gone"

@@ -39,7 +39,8 @@ class JaxGroups {
   void SetWorld(int rank, int size);
   // Makes the next MPI_Comm_split with this color and key return these communicators.
   // Both have the same ranks. XLA's color is the id of the first device of the group,
-  // and its key the place of this process in the group.
+  // and its key the place of a device of this process in the group. XLA splits once
+  // for each device.
   void Expect(int color, int key, std::shared_ptr<Communicator> collectives,
               std::shared_ptr<Communicator> messages);
   // From now on, all calls fail with this error. Drops all communicators.
