@@ -162,6 +162,39 @@ def test_programs_of_two_threads_on_devices_of_their_own() -> None:
     run_ok(lines, 2, devices(2), devices(2))
 
 
+@pytest.mark.parametrize("each", [1, 2])
+def test_programs_of_two_threads_on_all_devices_never_mix(each: int) -> None:
+    """Processes may start them in different orders: that is an error on all."""
+    lines = """
+    n, wrong = len(devices), []
+    def work(f, factor):
+        x = array(np.ones((n, 8 * factor), np.float32))
+        for _ in range(100):
+            try:
+                found = local(f(x))
+            except jax.errors.JaxRuntimeError as error:
+                wrong.extend([] if "ranks disagree" in str(error) else [str(error)])
+            else:
+                wrong.extend([] if (found == n * factor).all() else [found])
+    def scaled(factor):
+        f = program(lambda x: lax.psum(factor * x, "p"))
+        local(f(array(np.ones((n, 8 * factor), np.float32))))
+        return f
+    threads = [threading.Thread(target=work, args=(scaled(i), i)) for i in (1, 2)]
+    store.wait_at_barrier("compiled", 50_000)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]
+    store.wait_at_barrier("done", 50_000)
+    print("all right", flush=True)
+    os._exit(0)
+    """
+    found = run(lines, 2, devices(each), devices(each))
+    assert [out for out, _ in found] == ["all right\n"] * 2
+
+
 def test_processes_that_disagree_get_one_error_and_go_on() -> None:
     lines = """
     shapes = (4, 10 + 2 * rank)
