@@ -14,6 +14,7 @@ in the same order as their other programs.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -130,14 +131,19 @@ class Priming:
         def run() -> None:
             self._thread.is_priming = True
             try:
-                _check_sum(group, self._process)
+                # The program may forbid transfers in all threads.
+                with jax.transfer_guard("allow"):
+                    _check_sum(group, self._process)
             except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
-        threading.Thread(target=run, name="ringjax-priming", daemon=True).start()
-        done.result()
+        # A guard that this thread has set would refuse the other thread.
+        guarded = getattr(jax.config, "jax_thread_guard", False)
+        with jax.thread_guard(False) if guarded else contextlib.nullcontext():
+            threading.Thread(target=run, name="ringjax-priming", daemon=True).start()
+            done.result()
 
 
 def _ids(group: Sequence[jax.Device]) -> tuple[int, ...]:

@@ -93,6 +93,24 @@ def test_programs_of_some_processes_and_of_one_branch() -> None:
     run_ok(lines, 3)
 
 
+def test_guards_of_the_program_do_not_apply_to_priming() -> None:
+    lines = """
+    x = array(np.ones((2, 1), np.float32))
+    jax.config.update("jax_transfer_guard", "disallow_explicit")
+    with jax.thread_guard(True):
+        result = program(lambda x: lax.psum(x, "p"))(x)
+        assert jax.config.jax_thread_guard
+        outcome = []
+        thread = threading.Thread(target=lambda: outcome.append(error_of(
+            lambda: program(lambda x: lax.pmax(x, "p"))(x))))
+        thread.start(), thread.join()
+        assert "thread guard was set" in outcome[0], outcome
+    jax.config.update("jax_transfer_guard", "allow")
+    assert local(result)[0, 0] == 2
+    """
+    run_ok(lines, 2)
+
+
 def test_the_helpers_of_jax_and_of_orbax() -> None:
     lines = """
     from jax.experimental import multihost_utils
