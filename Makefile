@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs-test bench-check cuda-build-check test-engines lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
+.PHONY: help demo test docs-test bench-check cuda-build-check test-engines jax-tests lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -84,6 +84,21 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	  $(VENV)-engines/mpi/$$package/bin/python -m pip --quiet --disable-pip-version-check \
 	    install $$package || echo "$$package cannot be installed: its tests are skipped"; \
 	done
+	@touch $@
+
+# JAX_SOURCE: a folder with JAX's source at that version, such as one without a network.
+JAX_SOURCE ?= $(CURDIR)/$(VENV)/jax-$(JAX_VERSION)
+JAX_VERSION = $(shell $(BIN)/python -c 'from importlib import metadata; print(metadata.version("jax"))')
+jax-tests: $(VENV)/installed-test $(VENV)/portpicker  ## JAX's own tests of several processes, on ringjax's collectives
+	test -d $(JAX_SOURCE)/tests/multiprocess || { \
+	  git clone --quiet --depth 1 --branch jax-v$(JAX_VERSION) --filter=blob:none --sparse \
+	    https://github.com/jax-ml/jax $(JAX_SOURCE) && \
+	  git -C $(JAX_SOURCE) sparse-checkout set tests/multiprocess; }
+	JAX_SOURCE=$(JAX_SOURCE) $(BIN)/pytest tests/jax_multiprocess $(TESTS)
+
+# Without it, JAX's tests take ports that are not free.
+$(VENV)/portpicker: | $(VENV)/made
+	$(PIP) install portpicker
 	@touch $@
 
 lint: $(VENV)/installed-test $(VENV)/installed-lint  ## ruff, mypy, clang-format, codespell

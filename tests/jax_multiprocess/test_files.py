@@ -1,0 +1,169 @@
+"""JAX's own tests of several processes, on ringjax's collectives.
+
+`make jax-tests` gets JAX's source at the tag of the installed version, and
+runs each file of its tests/multiprocess on four processes. A test fails here if one of
+JAX's tests fails without being expected to, or passes although it is expected to fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from support.launch import environment
+
+from ringjax.settings import mpi_library
+from ringjax.world.groups import bind_free_port
+
+SOURCE = Path(os.environ.get("JAX_SOURCE", "nowhere"), "tests", "multiprocess")
+NOT_FOR_CPUS = {"pgle_test", "tpu_device_test"}
+FILES = sorted({file.stem for file in SOURCE.glob("*_test.py")} - NOT_FOR_CPUS)
+# Files whose tests need no collective on CPUs.
+WITHOUT_COLLECTIVES = {
+    *("axis_index_test", "device_id_test", "host_callback_test", "pjit_test"),
+    *("key_value_store_test", "socket_transfer_test", "wait_barrier_test"),
+}
+# Files whose tests use Gloo, and the reason that ringjax prints.
+USE_GLOO = {
+    "colocated_python_test": "process 0: a process must have one device, "
+    "and this one has 8 (and 3 more)"
+}
+
+# The tests that fail, by file, with a part of their errors. With Gloo they pass.
+FLOAT16 = "(<class 'jax.numpy.float16'>)"  # XLA refuses it before it calls an MPI
+REFUSED = "Unsupported primitive type for reduction: f16"
+EXPECTED = {
+    "all_gather_test": {f"test_all_gather_shard_map2 {FLOAT16}": REFUSED},
+    "all_reduce_test": {f"test_psum2 {FLOAT16}": REFUSED},
+}
+
+PROCESSES = 4
+LIMIT = 400  # seconds for a file; the slowest needs 10 on two cores
+# JAX's limits of 5 to 15 s are for machines with a core for each process.
+_LIMITS = ("heartbeat_timeout", "shutdown_timeout", "initialization_timeout")
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the tests of a file in one process.
+
+    Attributes:
+        tests: the number of tests.
+        errors: the errors of the tests that failed.
+        calls: how often ringjax ran each collective.
+        output: the output of the process.
+    """
+
+    tests: int
+    errors: dict[str, str]
+    calls: dict[str, int]
+    output: str
+
+
+def run(name: str, folder: Path, **variables: str) -> list[Outcome]:
+    """Runs a file of JAX's tests. Returns the outcome of each process."""
+    with processes(name, folder, variables) as started:
+        for process in started:
+            process.wait(LIMIT)
+    return [_read(folder, index) for index in range(PROCESSES)]
+
+
+@contextmanager
+def processes(
+    name: str, folder: Path, variables: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Starts the processes of a file, and ends those that are left."""
+    wanted = {mpi_library.SWITCH: "1"} | variables
+    variables = environment("multiprocess", wanted | mpi_library.variables(wanted))
+    # JAX runs these tests without a cache.
+    variables.pop("JAX_COMPILATION_CACHE_DIR", None)
+    with ExitStack() as stack:
+        reserved = stack.enter_context(closing(bind_free_port()))
+        port = reserved.getsockname()[1]
+        started = []
+        for index in range(PROCESSES):
+            output = stack.enter_context(Path(folder, f"{index}.output").open("wb"))
+            words = [
+                *(sys.executable, "-P", _WORKER),
+                *(SOURCE / f"{name}.py", folder / f"{index}.json"),
+                f"--xml_output_file={folder / f'{index}.xml'}",
+                f"--num_processes={PROCESSES}",
+                f"--multiprocess_test_worker_id={index}",
+                f"--multiprocess_test_controller_address=localhost:{port}",
+                *(f"--{limit}=100" for limit in _LIMITS),
+            ]
+            process = subprocess.Popen(
+                words, env=variables, stdout=output, stderr=subprocess.STDOUT
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append(process)
+        yield started
+
+
+def _read(folder: Path, index: int) -> Outcome:
+    output = (folder / f"{index}.output").read_text(errors="replace")
+    try:
+        tests = [*ElementTree.parse(folder / f"{index}.xml").iter("testcase")]
+        calls = json.loads((folder / f"{index}.json").read_text())
+    except (OSError, ElementTree.ParseError) as error:
+        pytest.fail(f"process {index} wrote no results: {error}\n{output[-8000:]}")
+    errors = {}
+    for test in tests:
+        if found := [*test.iter("failure"), *test.iter("error")]:
+            errors[test.attrib["name"]] = "\n".join(e.text or "" for e in found)
+    return Outcome(len(tests), errors, calls, output)
+
+
+def unexpected(errors: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """Returns a text for each test whose outcome is not the expected one."""
+    return [
+        f"{test} failed: {error}"
+        for test, error in errors.items()
+        if test not in expected or expected[test] not in error
+    ] + [
+        f"{test} passed, but should fail with {expected[test]!r}"
+        for test in expected.keys() - errors
+    ]
+
+
+def test_jax_has_tests() -> None:
+    assert FILES, f"{SOURCE} has no tests: use `make jax-tests`, which gets them"
+
+
+@pytest.mark.timeout(2 * LIMIT)
+@pytest.mark.parametrize("name", FILES)
+def test_only_the_expected_tests_fail(name: str, tmp_path: Path) -> None:
+    outcomes = run(name, tmp_path)
+    for index, outcome in enumerate(outcomes):
+        assert outcome.tests, f"process {index} ran no test:\n{outcome.output}"
+        found = unexpected(outcome.errors, EXPECTED.get(name, {}))
+        assert not found, f"in process {index}:\n" + "\n".join(found)
+    outputs = "\n".join(outcome.output for outcome in outcomes)
+    said = re.findall(r"\[ringjax.*", outputs)
+    if name in USE_GLOO:
+        start = "[ringjax] JAX's collectives use Gloo, not ringjax: "
+        assert said == [start + USE_GLOO[name]]
+    else:
+        assert not said
+        assert name in WITHOUT_COLLECTIVES or all(o.calls for o in outcomes)
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_gloo_passes_what_ringjax_is_expected_to_fail(tmp_path: Path) -> None:
+    """So the other tests would show it if they did not run on ringjax."""
+    name = "all_reduce_test"
+    for outcome in run(name, tmp_path, RINGJAX_JAX_COLLECTIVES="0"):
+        assert not outcome.calls
+        (found,) = unexpected(outcome.errors, EXPECTED[name])
+        assert found.startswith(f"test_psum2 {FLOAT16} passed")
