@@ -32,12 +32,6 @@ WITHOUT_COLLECTIVES = {
     *("axis_index_test", "device_id_test", "host_callback_test", "pjit_test"),
     *("key_value_store_test", "socket_transfer_test", "wait_barrier_test"),
 }
-# Files whose tests use Gloo, and the reason that ringjax prints.
-USE_GLOO = {
-    "colocated_python_test": "process 0: a process must have one device, "
-    "and this one has 8 (and 3 more)"
-}
-
 # The tests that fail, by file, with a part of their errors. With Gloo they pass.
 FLOAT16 = "(<class 'jax.numpy.float16'>)"  # XLA refuses it before it calls an MPI
 REFUSED = "Unsupported primitive type for reduction: f16"
@@ -151,12 +145,8 @@ def test_only_the_expected_tests_fail(name: str, tmp_path: Path) -> None:
         assert not found, f"in process {index}:\n" + "\n".join(found)
     outputs = "\n".join(outcome.output for outcome in outcomes)
     said = re.findall(r"\[ringjax.*", outputs)
-    if name in USE_GLOO:
-        start = "[ringjax] JAX's collectives use Gloo, not ringjax: "
-        assert said == [start + USE_GLOO[name]]
-    else:
-        assert not said
-        assert name in WITHOUT_COLLECTIVES or all(o.calls for o in outcomes)
+    assert not said
+    assert name in WITHOUT_COLLECTIVES or all(o.calls for o in outcomes)
 
 
 @pytest.mark.timeout(2 * LIMIT)

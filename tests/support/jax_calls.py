@@ -13,11 +13,11 @@ def count_calls() -> dict[str, int]:
     The native core counts them, not JAX or XLA. Priming a group of processes is one
     call, too.
     """
-    module: Any = sys.modules.get("ringjax.xla.jax_collectives")
-    current = module and module._current
-    if not current:
+    module: Any = sys.modules.get("ringjax.world.call_records")
+    world = module and module.world_apart()
+    if not world:
         return {}
     calls = Counter[str]()
-    for total in current.world._epoch.recorder.totals():
+    for total in world.recorder.totals():
         calls[total["op"]] += total["calls"]
     return calls
