@@ -1,4 +1,4 @@
-"""Wraps JAX's private names around its client: the job, the client, the executables.
+"""Wraps JAX's private names around its client: the job, the executables, the rules.
 
 JAX imports this module while it makes its client, and holds a lock meanwhile. So
 nothing here may ask for JAX's devices, and unlike jax_private.py this module does not
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _bridge
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
+from jax._src.lax import parallel as _parallel
 from jax._src.lib import _jax as _lib  # type: ignore[attr-defined]
 
 
@@ -80,3 +82,43 @@ def on_load(function: OnLoad) -> Callable[[], None]:
 
     executable.load = load_and_call
     return undo
+
+
+# JAX's collectives of whose element types XLA refuses some; the others send bytes.
+_TYPED = (
+    *("psum", "psum_invariant", "pmax", "pmin", "reduce_scatter"),
+    *("all_gather", "all_gather_invariant"),
+)
+
+
+def carry_types(carrier: Callable[[Any], Any]) -> Callable[[], None]:
+    """Makes JAX's collectives on CPUs carry their operands in another element type.
+
+    `carrier` returns that type for the type of the operand, which the result has, too.
+    Derivatives and batching are not concerned: only the lowering rules are replaced, by
+    rules that convert and call JAX's own. Returns a function that restores these.
+    """
+    primitives: list[Any] = [getattr(_parallel, f"{name}_p") for name in _TYPED]
+    for primitive in primitives:
+        rule = functools.partial(_carry, _mlir._lowerings[primitive].rule, carrier)
+        _mlir.register_lowering(primitive, rule, platform="cpu")
+
+    def undo() -> None:
+        for primitive in primitives:
+            _mlir._platform_specific_lowerings["cpu"].pop(primitive, None)
+
+    return undo
+
+
+def _carry(
+    rule: Any, carrier: Callable[[Any], Any], ctx: Any, operand: Any, **params: Any
+) -> Any:
+    (given,), (wanted,) = ctx.avals_in, ctx.avals_out
+    dtype = carrier(given.dtype)
+    if dtype == given.dtype:
+        return rule(ctx, operand, **params)
+    carried, result = given.update(dtype=dtype), wanted.update(dtype=dtype)
+    operand = _mlir.convert_hlo(ctx, operand, given, carried)
+    inner = ctx.replace(avals_in=[carried], avals_out=[result])
+    (value,) = rule(inner, operand, **params)
+    return [_mlir.convert_hlo(ctx, value, result, wanted)]

@@ -27,6 +27,7 @@ from ringjax.world import devices as cuda_devices
 from ringjax.world.device_ranks import DeviceRanks, Pair
 from ringjax.world.key_value_store import KeyValueStore
 from ringjax.xla import jax_client
+from ringjax.xla.narrow_types import carrier
 from ringjax.xla.priming import Priming
 
 _DEVICE_FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -42,10 +43,11 @@ class JaxCollectives:
 
     ranks: DeviceRanks
     mpi: Any  # XLA's object
-    stop_priming: Callable[[], None]
+    undo: tuple[Callable[[], None], ...]  # each restores a part of JAX
 
     def close(self) -> None:
-        self.stop_priming()
+        for function in self.undo:
+            function()
         _mpi.mpi_close(_CLOSED)
         self.ranks.close()
         self.mpi.Finalize()
@@ -164,7 +166,8 @@ def _open(job: jax_client.JaxJob, ranks: DeviceRanks) -> Any:
         _mpi.mpi_expect(color, key, *both)
 
     priming = Priming(job.process, connect, expect)
-    _current = JaxCollectives(ranks, mpi, jax_client.on_load(priming))
+    undo = jax_client.on_load(priming), jax_client.carry_types(carrier)
+    _current = JaxCollectives(ranks, mpi, undo)
     return mpi
 
 

@@ -44,6 +44,44 @@ def test_every_collective_of_every_dtype(size: int) -> None:
     run_ok(lines, size)
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_types_that_xla_refuses_travel_in_wider_ones(check_vma: bool) -> None:
+    lines = f"""
+    mesh = Mesh(devices, "p")
+    def on(function, value):
+        f = jax.shard_map(function, mesh=mesh, in_specs=P("p"), out_specs=P("p"),
+                          check_vma={check_vma})
+        return local(jax.jit(f)(array(value)))[0]
+    def check(got, expected, dtype):
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, expected.astype(dtype))
+    for kind in "float16 float8_e4m3fn float8_e5m2 int4 uint4".split():
+        dtype = jnp.dtype(kind)
+        wide = np.arange(18).reshape(3, 6) % 7
+        value = wide.astype(dtype)
+        check(on(lambda x: lax.psum(x, "p"), value), wide.sum(0), dtype)
+        check(on(lambda x: lax.pmax(x, "p"), value), wide.max(0), dtype)
+        check(on(lambda x: lax.pmin(x, "p"), value), wide.min(0), dtype)
+        check(on(lambda x: lax.all_gather(x[0], "p")[None], value), wide, dtype)
+        scatter = lambda x: lax.psum_scatter(x[0], "p", tiled=True)[None]
+        check(on(scatter, value), wide.sum(0).reshape(3, 2)[rank], dtype)
+        swap = lambda x: lax.all_to_all(x, "p", 1, 1, tiled=True)
+        check(on(swap, value), wide.reshape(3, 3, 2)[:, rank].ravel(), dtype)
+        turn = lambda x: lax.ppermute(x, "p", [(i, (i + 1) % 3) for i in range(3)])
+        check(on(turn, value), wide[(rank - 1) % 3], dtype)
+    half = np.array([[2048], [1], [1]], np.float16)
+    assert on(lambda x: lax.psum(x, "p"), half) == 2050  # in float16: 2048 + 1 = 2048
+    add = lambda x: lax.psum(x * x, "p").sum()
+    assert on(jax.grad(add), half)[0] == 2 * half[rank] * (1 if {check_vma} else 3)
+    assert on(jax.vmap(lambda x: lax.psum(x, "p")), half) == 2050
+    def branch(x):
+        return lax.cond(x[0, 0] > 0, lambda x: lax.pmean(x, "p"), lambda x: x, x)
+    if not {check_vma}:
+        assert on(branch, half + np.float16(1)) == np.float16(2053 / 3)
+    """
+    run_ok(lines, 3)
+
+
 def test_groups_of_a_mesh_of_two_dimensions() -> None:
     lines = """
     value = np.arange(4.0, dtype=np.float32).reshape(4, 1)
