@@ -14,7 +14,11 @@ class JaxGloo(Peer):
     """jax.lax.psum over processes: XLA's own CPU collectives, on Gloo."""
 
     arrays = ("psum in jit", "psum in jit, donated")
-    models = ("pmean of the tree in jit", "pmean of the tree in jit, donated")
+    models = (
+        "psum of the tree in jit",
+        "pmean of the tree in jit",
+        "pmean of the tree in jit, donated",
+    )
     collectives = ("allreduce", "allgather", "alltoall", "reducescatter")
 
     def __init__(self, rank: int, size: int, port: int, devices: int = 1) -> None:

@@ -16,8 +16,10 @@ namespace {
 constexpr uint64_t kStrip = 8 << 10;
 // The results of a message of at least this many bytes are written to the output with
 // non-temporal stores. An ordinary store would first load each line of the output, and
-// results larger than the caches would evict the data of the next tile.
-constexpr uint64_t kNonTemporalResult = 8 << 20;
+// results larger than a core's cache would evict the data of the next tile. Only output
+// that is still in a cache from an earlier call, and read at once, is better written
+// with ordinary stores, but a training step does not leave it there.
+constexpr uint64_t kNonTemporalResult = 2 << 20;
 
 // Memory for one strip in the wire's element type. Values are converted and scaled here
 // before they go to the segment, so that the copier (AdaptiveCopier) can choose how to
