@@ -27,13 +27,14 @@ constexpr char kUnused[] =
 
 }  // namespace
 
-// Tells ringjax that jaxlib is being imported (ringjax/xla/jax_plugin.py). MPItrampoline
-// has called exit() if it cannot use this library, so errors must not end the process.
+// Tells ringjax that jaxlib is being imported (ringjax/xla/jax_plugin.py).
+// MPItrampoline has called exit() if it cannot use this library, so errors must not end
+// the process.
 __attribute__((constructor)) static void TellPython() {
   const auto holds_gil =
       reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
-  const auto run = reinterpret_cast<int (*)(const char*)>(
-      dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
+  const auto run =
+      reinterpret_cast<int (*)(const char*)>(dlsym(RTLD_DEFAULT, "PyRun_SimpleString"));
   if (holds_gil && run && holds_gil())
     run("try:\n"
         " __import__('ringjax.xla.jax_plugin', fromlist=['']).add_cluster()\n"
