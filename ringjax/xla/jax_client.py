@@ -18,6 +18,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import parallel as _parallel
 from jax._src.lib import _jax as _lib  # type: ignore[attr-defined]
+from jax._src.lib import guard_lib as _guard_lib
 
 
 class JaxJob(NamedTuple):
@@ -82,6 +83,19 @@ def on_load(function: OnLoad) -> Callable[[], None]:
 
     executable.load = load_and_call
     return undo
+
+
+def guard_thread() -> None:
+    """Makes JAX refuse programs of several processes in all threads but this one.
+
+    This is the state of `jax.thread_guard`. JAX's setting keeps its value.
+    """
+    _guard_lib.update_thread_guard_global_state(True)
+
+
+def unguard_threads() -> None:
+    """Ends `guard_thread`."""
+    _guard_lib.update_thread_guard_global_state(False)
 
 
 # JAX's collectives of whose element types XLA refuses some; the others send bytes.

@@ -43,7 +43,7 @@ class JaxCollectives:
 
     ranks: DeviceRanks
     mpi: Any  # XLA's object
-    undo: tuple[Callable[[], None], ...]  # each restores a part of JAX
+    undo: Sequence[Callable[[], None]]  # each restores a part of JAX
 
     def close(self) -> None:
         for function in self.undo:
@@ -165,8 +165,12 @@ def _open(job: jax_client.JaxJob, ranks: DeviceRanks) -> Any:
     def expect(color: int, key: int, both: Pair) -> None:
         _mpi.mpi_expect(color, key, *both)
 
-    priming = Priming(job.process, connect, expect)
-    undo = jax_client.on_load(priming), jax_client.carry_types(carrier)
+    decided = "JAX_THREAD_GUARD" in os.environ
+    guard = None if decided else jax_client.guard_thread
+    priming = Priming(job.process, connect, expect, guard)
+    undo = [jax_client.on_load(priming), jax_client.carry_types(carrier)]
+    if guard:
+        undo.append(jax_client.unguard_threads)
     _current = JaxCollectives(ranks, mpi, undo)
     return mpi
 

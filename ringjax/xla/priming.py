@@ -14,7 +14,6 @@ in the same order as their other programs.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +47,8 @@ class Priming:
             group call it at the same time.
         expect: called as ``expect(color, key, communicator)`` before XLA splits the
             world by this color and key; see `_native.mpi_expect`.
+        guard: makes JAX refuse such programs in all threads but the one that calls it.
+            None: the user has decided which threads may run them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Priming:
         process: int,
         connect: Callable[[Sequence[jax.Device]], Mapping[int, Any]],
         expect: Callable[[int, int, Any], None],
+        guard: Callable[[], None] | None = None,
     ) -> None:
         self._process, self._connect, self._expect = process, connect, expect
         self._lock = threading.Lock()
@@ -63,6 +65,8 @@ class Priming:
         # Held from `expect` until XLA has split: groups may have equal colors and keys.
         self._splitting = threading.Lock()
         self._thread = threading.local()
+        self._guard = guard
+        self._dispatching: threading.Thread | None = None
 
     def __call__(
         self, devices: Sequence[jax.Device], texts: Callable[[], Sequence[str]]
@@ -77,6 +81,7 @@ class Priming:
             InvalidArgument: a collective of the program is not understood.
             Stalled: processes of a group did not load the program in time.
             PeerLost: a process of a group is gone.
+            RingjaxError: another thread runs programs of several processes.
         """
         if getattr(self._thread, "is_priming", False):
             return
@@ -85,7 +90,29 @@ class Priming:
             groups.sort(key=_ids)
             for group in groups:
                 if any(device.process_index == self._process for device in group):
+                    self._check_thread(group, text)
                     self._prime_once(group, text)
+                    if self._guard is not None:
+                        self._guard()
+
+    def _check_thread(self, group: Sequence[jax.Device], text: str) -> None:
+        """Refuses all threads but the first, until that one has ended.
+
+        Two threads may run their programs in different orders on two processes. Nothing
+        in a program tells which run it is, so sums of equal shapes would mix.
+        """
+        this = threading.current_thread()
+        with self._lock:
+            first = self._dispatching or this
+            if self._guard is None or first is this or not first.is_alive():
+                self._dispatching = this
+                return
+        why = (
+            f"thread {first.name} runs such programs, and thread {this.name} may run "
+            "them in another order than on other processes: run all of them in one "
+            "thread, or set JAX_THREAD_GUARD=0 if all processes keep one order"
+        )
+        raise RingjaxError(_explain(_processes(group), text, why))
 
     def _prime_once(self, group: Sequence[jax.Device], text: str) -> None:
         """Primes a group, or waits until another thread has primed it."""
@@ -105,7 +132,7 @@ class Priming:
         primed.set_result(None)
 
     def _prime(self, group: Sequence[jax.Device], text: str) -> None:
-        processes = list(dict.fromkeys(device.process_index for device in group))
+        processes = _processes(group)
         try:
             communicators = self._connect(group)
         except Unreachable as error:
@@ -140,10 +167,13 @@ class Priming:
                 done.set_result(None)
 
         # A guard that this thread has set would refuse the other thread.
-        guarded = getattr(jax.config, "jax_thread_guard", False)
-        with jax.thread_guard(False) if guarded else contextlib.nullcontext():
+        with jax.thread_guard(False):
             threading.Thread(target=run, name="ringjax-priming", daemon=True).start()
             done.result()
+
+
+def _processes(group: Sequence[jax.Device]) -> list[int]:
+    return list(dict.fromkeys(device.process_index for device in group))
 
 
 def _ids(group: Sequence[jax.Device]) -> tuple[int, ...]:

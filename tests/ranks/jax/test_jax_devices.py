@@ -159,12 +159,13 @@ def test_programs_of_two_threads_on_devices_of_their_own() -> None:
             thread.join()
     assert len(done) == 8
     """
-    run_ok(lines, 2, devices(2), devices(2))
+    own = {**devices(2), "JAX_THREAD_GUARD": "0"}
+    run_ok(lines, 2, own, own)
 
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_programs_of_two_threads_on_all_devices_never_mix(each: int) -> None:
-    """Processes may start them in different orders: that is an error on all."""
+    """Without a guard, programs of different shapes that meet are an error on all."""
     lines = """
     n, wrong = len(devices), []
     def work(f, factor):
@@ -191,8 +192,8 @@ def test_programs_of_two_threads_on_all_devices_never_mix(each: int) -> None:
     print("all right", flush=True)
     os._exit(0)
     """
-    found = run(lines, 2, devices(each), devices(each))
-    assert [out for out, _ in found] == ["all right\n"] * 2
+    own = {**devices(each), "JAX_THREAD_GUARD": "0"}
+    assert [out for out, _ in run(lines, 2, own, own)] == ["all right\n"] * 2
 
 
 def test_processes_that_disagree_get_one_error_and_go_on() -> None:
