@@ -90,6 +90,7 @@ def guard_thread() -> None:
 
     This is the state of `jax.thread_guard`. JAX's setting keeps its value.
     """
+    unguard_threads()  # JAX refuses a second guard, even if the first thread has ended
     _guard_lib.update_thread_guard_global_state(True)
 
 

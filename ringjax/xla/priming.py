@@ -108,9 +108,10 @@ class Priming:
                 self._dispatching = this
                 return
         why = (
-            f"thread {first.name} runs such programs, and thread {this.name} may run "
-            "them in another order than on other processes: run all of them in one "
-            "thread, or set JAX_THREAD_GUARD=0 if all processes keep one order"
+            f"a thread guard was set in thread {first.name}, which runs such programs. "
+            f"Thread {this.name} may run them in another order than on other "
+            "processes: run all of them in one thread, or set JAX_THREAD_GUARD=0 if "
+            "all processes keep one order"
         )
         raise RingjaxError(_explain(_processes(group), text, why))
 

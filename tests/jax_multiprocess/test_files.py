@@ -31,6 +31,9 @@ WITHOUT_COLLECTIVES = {
     *("axis_index_test", "device_id_test", "host_callback_test", "pjit_test"),
     *("key_value_store_test", "socket_transfer_test", "wait_barrier_test"),
 }
+# This test runs programs in two threads, and sets guards itself.
+VARIABLES = {"thread_guard_test": {"JAX_THREAD_GUARD": "0"}}
+
 PROCESSES = 4
 LIMIT = 400  # seconds for a file; the slowest needs 10 on two cores
 # JAX's limits of 5 to 15 s are for machines with a core for each process.
@@ -117,7 +120,7 @@ def test_jax_has_tests() -> None:
 @pytest.mark.timeout(2 * LIMIT)
 @pytest.mark.parametrize("name", FILES)
 def test_all_tests_of_a_file_pass(name: str, tmp_path: Path) -> None:
-    outcomes = run(name, tmp_path)
+    outcomes = run(name, tmp_path, **VARIABLES.get(name, {}))
     for index, outcome in enumerate(outcomes):
         assert outcome.tests, f"process {index} ran no test:\n{outcome.output}"
         assert not outcome.errors, f"in process {index}:\n{outcome.errors}"

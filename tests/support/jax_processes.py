@@ -91,7 +91,7 @@ def started(
 def run(lines: str, size: int, *variables: dict[str, str]) -> list[tuple[str, str]]:
     """Runs the lines. Returns what each process printed, and its errors."""
     with started(lines, size, *variables) as processes:
-        found = [process.communicate(timeout=100) for process in processes]
+        found = [process.communicate(timeout=200) for process in processes]
         for process, (_, errors) in zip(processes, found, strict=True):
             assert process.returncode == 0, errors
     return found

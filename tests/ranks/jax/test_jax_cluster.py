@@ -11,6 +11,9 @@ from support.launch import StartJob, environment
 from ringjax.control import addresses
 from ringjax.settings import mpi_library
 
+# Processes are started anew, and import JAX, which takes long on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
 # The cluster must come before Slurm's, as in a shell of an allocation.
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "elsewhere"}
 PROGRAM = """

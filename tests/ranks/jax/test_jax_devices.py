@@ -8,6 +8,9 @@ from textwrap import dedent
 import pytest
 from support.jax_processes import devices, run, run_ok, started
 
+# Processes are started anew, and import JAX, which takes long on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
 # Each process prints a line for each of its devices and each result: together they are
 # the lines of one process with all devices, which computes without ringjax.
 COMPARED = """

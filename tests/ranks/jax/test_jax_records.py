@@ -21,6 +21,9 @@ from support.waiting import LONG
 from ringjax.profile import parts
 from ringjax.world.groups import bind_free_port
 
+# Processes are started anew, and import JAX, which takes long on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
 # Each collective of JAX, by its name, with the bytes that two processes record for 8
 # float32 of each.
 CALLS = """
