@@ -21,7 +21,7 @@ def test_every_collective_of_every_dtype(size: int) -> None:
     kinds = "int8 int16 int32 uint8 uint16 uint32 float32 bfloat16 complex64 bool"
     for kind in kinds.split():
         dtype = jnp.dtype(kind)
-        for n in (1, 7, 3000):
+        for n in (1, 3001):
             value = (np.arange(size * size * n) % 5).astype(dtype)
             value = value.reshape(size, size * n)
             own = value[rank]
@@ -270,7 +270,7 @@ def test_a_process_that_is_killed_while_groups_connect_is_named(moment: str) -> 
         priming.Priming.{moment} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     x = array(np.ones((size, 1), np.float32))
     print(error_of(lambda: program(lambda x: lax.psum(x, "p"))(x)), flush=True)
-    os._exit(0)
+    leave()
     """
     with started(lines, 3) as processes:
         for index in (0, 2):
@@ -291,7 +291,7 @@ text = error_of(lambda: [local(f(x)) for _ in range(10**9)])
 print(text.splitlines()[0], flush=True)
 text = error_of(lambda: local(g(x)))
 print(text.splitlines()[0], flush=True)
-os._exit(0)
+leave()
 """
 
 
