@@ -43,7 +43,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the tests of a file in one process.
+    """The results of the tests of one file of JAX in one process.
 
     Attributes:
         tests: the number of tests.

@@ -61,6 +61,16 @@ def leave(lost=1):
         store.blocking_key_value_get(f"leaves/{other}", 100_000)
     os._exit(0)
 """
+# Programs that have run on all devices, before a process is lost.
+READY = """
+n = len(devices)
+f = program(lambda x: lax.psum(x, "p"))
+g = program(lambda x: lax.ppermute(x, "p", [(i, (i + 1) % n) for i in range(n)]))
+x = array(np.ones((n, 4), np.float32))
+local(f(x)), local(g(x))
+store.wait_at_barrier("ready", 50_000)  # a process may still be within g
+print("ready", flush=True)
+"""
 
 
 @contextlib.contextmanager

@@ -45,6 +45,14 @@ def spawn(
     )
 
 
+# Starts the agent of a host in its network namespace. The last number of the address
+# of the host is one more than the number of the namespace.
+_AGENT = """#!/bin/sh
+number=$((${1##*.} - 1)); shift
+exec ip netns exec %sn$number "$@"
+"""
+
+
 class Namespaces:
     """Hosts and their network, which exist only inside of the `with` statement.
 
@@ -105,6 +113,13 @@ class Namespaces:
 
     def __exit__(self, *reason: object) -> None:
         self._remove()
+
+    def agent_options(self, folder: Path) -> tuple[str, str]:
+        """Returns ringrun's option that starts agents by a script in `folder`."""
+        agent = folder / "agent"
+        agent.write_text(_AGENT % self.names[0].removesuffix("n0"))
+        agent.chmod(0o755)
+        return "--agent-command", f"{agent} {{host}}"
 
     def start(
         self, host: int, words: Sequence[str], env: Mapping[str, str], log: IO[bytes]

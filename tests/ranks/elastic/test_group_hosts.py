@@ -28,13 +28,6 @@ from support.namespaces import LAUNCHER, Namespaces, address
 
 pytestmark = [needs_root("ip"), pytest.mark.timeout(150)]
 
-# Starts the agent of a host in its network namespace. The last number of the address
-# of the host is one more than the number of the namespace.
-AGENT = """#!/bin/sh
-number=$((${1##*.} - 1)); shift
-exec ip netns exec %sn$number "$@"
-"""
-
 
 @pytest.fixture
 def network() -> Iterator[Namespaces]:
@@ -47,13 +40,11 @@ def network() -> Iterator[Namespaces]:
 def start(
     start_job: StartJob, network: Namespaces, tmp_path: Path
 ) -> Callable[..., Job]:
-    agent = tmp_path / "agent"
-    agent.write_text(AGENT % network.names[0].removesuffix("n0"))
-    agent.chmod(0o755)
+    agent = network.agent_options(tmp_path)
 
     def begin(np: int, hosts: int, *options: str, **env: str) -> Job:
         slots = ",".join(f"{address(host)}:1" for host in range(hosts))
-        options = ("-H", slots, "--agent-command", f"{agent} {{host}}", *options)
+        options = ("-H", slots, *agent, *options)
         env = {**local_devices.environment(2)(), **env}
         return start_job(np, STEPS, env, ["--group-size", "2", *options])
 

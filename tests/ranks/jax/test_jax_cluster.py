@@ -94,28 +94,26 @@ def test_jobs_that_are_no_jobs_of_jax_say_what_to_do(
     assert "jax.distributed.initialize: " in text and advice in text
 
 
-def test_a_process_without_a_launcher_keeps_the_error_of_jax() -> None:
+def run_alone(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program that loads the library, without a launcher."""
     wanted = {mpi_library.SWITCH: "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import jax; jax.distributed.initialize()"],
+    return subprocess.run(
+        [sys.executable, "-P", "-c", program],
         env=environment("alone", wanted | mpi_library.variables(wanted)),
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+
+
+def test_a_process_without_a_launcher_keeps_the_error_of_jax() -> None:
+    done = run_alone("import jax; jax.distributed.initialize()")
     assert "coordinator_address should be defined" in done.stderr
 
 
 def test_names_of_the_library_do_not_reach_the_program() -> None:
-    wanted = {mpi_library.SWITCH: "1"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", "import jax; print(sorted(globals()))"],
-        env=environment("names", wanted | mpi_library.variables(wanted)),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_alone("import jax; print(sorted(globals()))")
+    assert done.returncode == 0, done.stderr
     names = "['__annotations__', '__builtins__', '__doc__', '__loader__', '__name__', "
     assert done.stdout == f"{names}'__package__', '__spec__', 'jax']\n"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from textwrap import dedent
 
 import pytest
-from support.jax_processes import run, run_ok, started
+from support.jax_processes import READY, run, run_ok, started
 
 from ringjax.settings import mpi_library
 
@@ -136,24 +136,6 @@ def test_programs_of_some_processes_and_of_one_branch() -> None:
     run_ok(lines, 3)
 
 
-def test_guards_of_the_program_do_not_apply_to_priming() -> None:
-    lines = """
-    x = array(np.ones((2, 1), np.float32))
-    jax.config.update("jax_transfer_guard", "disallow_explicit")
-    with jax.thread_guard(True):
-        result = program(lambda x: lax.psum(x, "p"))(x)
-        assert jax.config.jax_thread_guard
-        outcome = []
-        thread = threading.Thread(target=lambda: outcome.append(error_of(
-            lambda: program(lambda x: lax.pmax(x, "p"))(x))))
-        thread.start(), thread.join()
-        assert "thread guard was set in thread MainThread" in outcome[0], outcome
-    jax.config.update("jax_transfer_guard", "allow")
-    assert local(result)[0, 0] == 2
-    """
-    run_ok(lines, 2)
-
-
 def test_the_helpers_of_jax_and_of_orbax() -> None:
     lines = """
     from jax.experimental import multihost_utils
@@ -227,6 +209,20 @@ x = array(np.ones((2, 4), np.float32))
 """
 
 
+def test_guards_of_the_program_do_not_apply_to_priming() -> None:
+    lines = """
+    jax.config.update("jax_transfer_guard", "disallow_explicit")
+    with jax.thread_guard(True):
+        result = f(x)
+        assert jax.config.jax_thread_guard
+        text = in_thread(g, x)
+        assert "thread guard was set in thread MainThread" in text, text
+    jax.config.update("jax_transfer_guard", "allow")
+    assert local(result)[0, 0] == 2
+    """
+    run_ok(THREADS + dedent(lines), 2)
+
+
 def test_a_second_thread_runs_no_programs_of_several_processes() -> None:
     lines = """
     assert local(f(x))[0, 0] == 2
@@ -279,12 +275,6 @@ def test_a_process_that_is_killed_while_groups_connect_is_named(moment: str) -> 
 
 
 LOSS = """
-f = program(lambda x: lax.psum(x, "p"))
-g = program(lambda x: lax.ppermute(x, "p", [(i, (i + 1) % size) for i in range(size)]))
-x = array(np.ones((size, 4), np.float32))
-local(f(x)), local(g(x))
-store.wait_at_barrier("ready", 50_000)  # a process may still be within g
-print("ready", flush=True)
 if rank == 1:
     {how}
 text = error_of(lambda: [local(f(x)) for _ in range(10**9)])
@@ -297,7 +287,7 @@ leave()
 
 def survivors_of(how: str, size: int, *variables: dict[str, str]) -> Sequence[str]:
     """Returns what the processes other than 1 printed after process 1 was lost."""
-    with started(LOSS.format(how=how), size, *variables) as processes:
+    with started(READY + LOSS.format(how=how), size, *variables) as processes:
         texts = [
             p.communicate(timeout=100)[0] for i, p in enumerate(processes) if i != 1
         ]
@@ -324,7 +314,7 @@ def test_all_others_name_a_lost_process(how: str, reason: str) -> None:
 def test_all_others_name_a_stopped_process() -> None:
     how = "os.kill(os.getpid(), signal.SIGSTOP)"
     more = {"RINGJAX_FAILURE_TIMEOUT": "2", "RINGJAX_HEARTBEAT": "0.2"}
-    with started(LOSS.format(how=how), 3, more, more, more) as processes:
+    with started(READY + LOSS.format(how=how), 3, more, more, more) as processes:
         texts = [processes[i].communicate(timeout=100)[0] for i in (0, 2)]
         processes[1].send_signal(signal.SIGCONT)
     for text in texts:

@@ -6,7 +6,7 @@ import signal
 from textwrap import dedent
 
 import pytest
-from support.jax_processes import devices, run, run_ok, started
+from support.jax_processes import READY, devices, run, run_ok, started
 
 # Processes are started anew, and import JAX, which takes long on a busy machine.
 pytestmark = pytest.mark.timeout(240)
@@ -212,13 +212,6 @@ def test_processes_that_disagree_get_one_error_and_go_on() -> None:
 
 
 LOSS = """
-n = len(devices)
-f = program(lambda x: lax.psum(x, "p"))
-g = program(lambda x: lax.ppermute(x, "p", [(i, (i + 1) % n) for i in range(n)]))
-x = array(np.ones((n, 4), np.float32))
-local(f(x)), local(g(x))
-store.wait_at_barrier("ready", 50_000)  # a process may still be within g
-print("ready", flush=True)
 if rank == 1:
     os.kill(os.getpid(), signal.HOW)
 for function in (f, g):
@@ -231,7 +224,7 @@ leave()
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_all_others_name_a_device_of_a_lost_process(how: str) -> None:
     more = {"RINGJAX_FAILURE_TIMEOUT": "2", "RINGJAX_HEARTBEAT": "0.2", **devices(2)}
-    with started(LOSS.replace("HOW", how), 3, *[more] * 3) as processes:
+    with started(READY + LOSS.replace("HOW", how), 3, *[more] * 3) as processes:
         texts = [processes[i].communicate(timeout=100)[0] for i in (0, 2)]
         processes[1].send_signal(signal.SIGCONT)
     for text in texts:

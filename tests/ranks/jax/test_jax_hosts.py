@@ -168,27 +168,16 @@ def test_a_host_that_is_cut_off_is_named(network: Namespaces, tmp_path: Path) ->
         assert re.search(f"rank {lost} has been silent", error), text
 
 
-# Starts the agent of a host in its network namespace. The last number of the address
-# of the host is one more than the number of the namespace.
-AGENT = """#!/bin/sh
-number=$((${1##*.} - 1)); shift
-exec ip netns exec %sn$number "$@"
-"""
-
-
 def test_ringrun_starts_programs_on_two_hosts(
     network: Namespaces, start_job: StartJob, tmp_path: Path
 ) -> None:
-    agent = tmp_path / "agent"
-    agent.write_text(AGENT % network.names[0].removesuffix("n0"))
-    agent.chmod(0o755)
     slots = ",".join(f"{address(host)}:{PER_HOST}" for host in range(2))
     words = 'os.environ["RINGJAX_RANK"], os.environ["RINGJAX_SIZE"]'
     job = start_job(
         RANKS,
         f'import os, sys\nsys.argv[1:] = [{words}, "{WHERE}"]\n{HEAD}{COLLECTIVES}',
         {},
-        ["-H", slots, "--agent-command", f"{agent} {{host}}", "--jax-collectives"],
+        ["-H", slots, *network.agent_options(tmp_path), "--jax-collectives"],
     )
     assert job.wait(90) == 0, job.logs()
     for rank in range(RANKS):

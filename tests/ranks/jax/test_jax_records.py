@@ -185,10 +185,10 @@ highest = program(lambda x: lax.pmax(x, "p"))
 ones = array(np.ones((size, 50_000), np.float32))
 
 def load():
-    time.sleep(0.02)
+    time.sleep(0.02)  # a slow input on rank 1, the straggler that top names
 
 def step():
-    time.sleep(0.005)
+    time.sleep(0.005)  # the work of a step on each rank
     if rank == 1:
         load()
     local(total(ones))
@@ -265,7 +265,7 @@ def test_process_0_reports_without_ringrun() -> None:
     x = array(np.ones((size, 4), np.float32))
     until = time.monotonic() + 4
     while True:
-        time.sleep(0.02 if rank == 1 else 0)
+        time.sleep(0.02 if rank == 1 else 0)  # process 1 is the straggler
         over = np.full((2, 1), time.monotonic() > until, np.float32)
         if on(lambda x: lax.pmax(x, "p"), over)[0, 0]:
             break
