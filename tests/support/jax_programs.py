@@ -1,6 +1,6 @@
 """Programs of jax.distributed that know nothing of ringjax, as many users write them.
 
-    COORDINATOR=host:port ringrun -np 3 --jax-collectives python jax_programs.py FOLDER
+    ringrun -np 3 --jax-collectives python jax_programs.py FOLDER
     XLA_FLAGS=--xla_force_host_platform_device_count=3 python jax_programs.py FOLDER
 
 The second command runs them in one process, with the same results. Each process
@@ -221,10 +221,6 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "COORDINATOR" in os.environ:
-        jax.distributed.initialize(
-            os.environ["COORDINATOR"],
-            int(os.environ["RINGJAX_SIZE"]),
-            int(os.environ["RINGJAX_RANK"]),
-        )
+    if os.environ.get("RINGJAX_SIZE", "1") != "1":
+        jax.distributed.initialize()
     run(Path(sys.argv[1]))

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.launch import ROOT, Job
-
-from ringjax.world.groups import bind_free_port
 
 PROGRAMS = ROOT / "tests" / "support" / "jax_programs.py"
 NAMES = "data_parallel fully_sharded two_axes pipeline experts helpers checkpoint"
@@ -50,9 +47,7 @@ def results(
     """Returns the results of one process, and of each of several processes."""
     size, folder = request.param, tmp_path_factory.mktemp("results")
     logs = [tmp_path_factory.mktemp("logs") for _ in range(2)]
-    with closing(bind_free_port()) as reserved:
-        where = f"localhost:{reserved.getsockname()[1]}"
-        found = run(size, folder, logs[0], "--jax-collectives", COORDINATOR=where)
+    found = run(size, folder, logs[0], "--jax-collectives")
     flags = os.environ.get("XLA_FLAGS", "")
     flags += f" --xla_force_host_platform_device_count={size}"
     (expected,) = run(1, folder, logs[1], XLA_FLAGS=flags)
