@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -274,6 +273,9 @@ def _keep_multi_device_tokens_out_of_cache() -> None:
 _keep_multi_device_tokens_out_of_cache()
 
 
+_SWEEP = "ringjax-sweep"  # the name of the threads that drop failed tokens
+
+
 def drop_failed_tokens() -> None:
     """Drops the tokens of a failed program, with which every later program would fail.
 
@@ -286,14 +288,17 @@ def drop_failed_tokens() -> None:
     for store in stores:
         store.clear()
     threading.Thread(
-        target=_drop_failed_later, args=(stores,), name="ringjax-sweep", daemon=True
+        target=_drop_failed_later, args=(stores,), name=_SWEEP, daemon=True
     ).start()
 
 
 def _drop_failed_later(stores: Sequence[Tokens]) -> None:
     for pause in (0.01, 0.1):
-        time.sleep(pause)
+        _exits.wait(pause)
         _drop_failed(stores)
+
+
+_exits = threading.Event()  # set when Python exits
 
 
 def _drop_failed(stores: Sequence[Tokens], mark: str = "") -> None:
@@ -314,6 +319,13 @@ def _drop_failed_at_exit() -> None:
     atexit calls functions in the reverse order of their registration. JAX registered
     its function before, so JAX's function runs after this function. ringjax.shutdown(),
     which ends all calls that still wait, was registered later, so it has already run.
+
+    A thread that waits for a token in jaxlib while Python ends would abort the process,
+    so this function joins the threads of `drop_failed_tokens`.
     """
+    _exits.set()
+    for thread in threading.enumerate():
+        if thread.name == _SWEEP:
+            thread.join()
     tokens = _dispatch.runtime_tokens
     _drop_failed((tokens.current_tokens, tokens.output_runtime_tokens), "RINGJAX[")

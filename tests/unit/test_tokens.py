@@ -7,6 +7,8 @@ calls.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -207,3 +209,25 @@ def test_an_error_of_the_previous_program_is_raised(reduced: Any) -> None:
         reduced(jnp.ones(3))
     JAX._dispatch.runtime_tokens.clear()
     np.testing.assert_array_equal(reduced(jnp.ones(3)), np.ones(3))
+
+
+def test_no_thread_waits_for_tokens_when_python_ends() -> None:
+    """Such a thread would abort the process when it comes back from jaxlib."""
+    program = """
+import atexit
+import threading
+
+@atexit.register
+def print_threads():
+    print([thread.name for thread in threading.enumerate()])
+
+from ringjax.xla import tokens
+
+tokens.drop_failed_tokens()
+"""
+    # The function of the program was registered first, so it runs last.
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (out.returncode, out.stderr) == (0, "")
+    assert out.stdout == "['MainThread']\n"
