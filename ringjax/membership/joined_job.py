@@ -102,6 +102,7 @@ def join(
     """
     deadline, pause = time.monotonic() + timeout, 0.01
     silence = failure_timeout if elastic_timeout else 0.0
+    was_unauthenticated = False
     while True:
         try:
             known = credentials() if callable(credentials) else credentials
@@ -115,8 +116,11 @@ def join(
             return client
         except (OSError, AuthenticationError) as error:
             unauthenticated = isinstance(error, AuthenticationError)
-            if unauthenticated and not retry_unauthenticated:
+            # A coordinator that is killed during a handshake closes the connection as
+            # one that refuses does, so only the second close in a row is a refusal.
+            if unauthenticated and was_unauthenticated and not retry_unauthenticated:
                 raise
+            was_unauthenticated = unauthenticated
             why = f"{error}{hint}"
             if retry_unauthenticated and isinstance(error.__cause__, gaierror):
                 why += "; set MASTER_ADDR to a name or address that this host knows"

@@ -219,6 +219,20 @@ def test_another_job_is_refused(make_job: MakeJob) -> None:
     assert "belongs to job ffffffffffffffff" in job.log[0]
 
 
+def test_a_worker_tries_again_after_a_coordinator_died_during_the_handshake(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1)
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        places = iter([f"127.0.0.1:{dying.getsockname()[1]}", job.addresses])
+        caller = job.pool.submit(
+            join, lambda: JobCredentials(next(places), SECRET, JOB), 0, {}, LONG
+        )
+        dying.accept()[0].close()
+        with contextlib.closing(caller.result(LONG)) as client:
+            assert client.rank == 0
+
+
 @pytest.mark.parametrize(
     ("patience", "who"), [(LONG, "worker 4"), (0.0, "rank 4")], ids=["repairs", "stops"]
 )
