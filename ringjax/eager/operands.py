@@ -21,7 +21,8 @@ from ringjax.eager.lane import TensorRef, title
 
 Array = np.ndarray[Any, Any]
 AnyArray = Any
-"""An array of numpy, JAX or PyTorch, a number, or an object with a buffer or DLPack."""
+"""An array of numpy, JAX or PyTorch, a number, or an object with a buffer, DLPack or a
+method `asnumpy`."""
 
 
 class Operand(NamedTuple):
@@ -77,6 +78,8 @@ def to_operand(op: str, name: str | None, value: AnyArray) -> Operand:
     try:
         if hasattr(value, "__dlpack__"):
             array = np.from_dlpack(value)
+        elif hasattr(value, "asnumpy"):
+            array = _host_copy(value)
         else:
             array = np.asarray(memoryview(value))
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
@@ -110,9 +113,12 @@ def output_array(
     elif isinstance(out, np.ndarray):
         array = out
     else:
+        kind, advice = type(out).__name__, ""
+        if hasattr(out, "asnumpy"):
+            advice = f". Write the result into the {kind} instead: `array[:] = result`"
         raise TypeError(
             f"{title(op, name)}: out must be a numpy array, or a PyTorch tensor on the "
-            f"CPU, got {type(out).__name__}"
+            f"CPU, got {kind}{advice}"
         )
     if array.dtype != given.array.dtype or not _matches(array.shape, shape):
         expected = ",".join("*" if n is None else str(n) for n in shape)
@@ -129,6 +135,24 @@ def output_array(
     in_place = op in ("allreduce", "broadcast") and array.ctypes.data == given.ref[0]
     if not in_place and np.may_share_memory(array, given.array):
         raise ValueError(f"{title(op, name)}: out shares memory with the tensor")
+    return array
+
+
+def _host_copy(value: AnyArray) -> Array:
+    """Copies an array of a framework from before DLPack, such as MXNet, to the host.
+
+    `asnumpy` also makes sparse arrays dense, and waits for a GPU. Both may take far
+    more memory or time than the caller expects, so the caller must ask for them.
+    """
+    device = getattr(value, "context", None)
+    if not getattr(device, "device_type", "cpu").startswith("cpu"):
+        raise TypeError(f"it is on {device}; copy it to the CPU first")
+    layout = getattr(value, "stype", "default")
+    if layout != "default":
+        raise TypeError(f"its storage is {layout}; make it dense first")
+    array = value.asnumpy()
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"asnumpy() returned a {type(array).__name__}")
     return array
 
 

@@ -6,6 +6,7 @@ test_eager_grid.py tests every operation on every dtype and shape, on NumPy arra
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -316,7 +317,7 @@ def test_bad_arguments(world) -> None:
 
 
 def test_any_framework_with_dlpack(world) -> None:
-    """Arrays of MXNet are an example (docs/migrate/from-horovod.md)."""
+    """docs/train/eager.md promises this."""
 
     class DlpackArray:
         """An array of an unknown framework that implements DLPack."""
@@ -344,3 +345,44 @@ def test_any_framework_with_dlpack(world) -> None:
         np.testing.assert_allclose(gradient.values, total(world.size) / world.size)
     sent = eager.broadcast(DlpackArray(mine(world.rank)), 0, name="dlpack.parameter")
     np.testing.assert_array_equal(sent, mine(0))
+
+
+class OldArray:
+    """An array of a framework from before DLPack, such as MXNet."""
+
+    def __init__(self, values: Any, stype: str = "default", on: str = "cpu") -> None:
+        self.values, self.stype = values, stype
+        self.context = SimpleNamespace(device_type=on)
+
+    def asnumpy(self) -> Any:
+        return self.values.copy()
+
+    def __setitem__(self, place: Any, values: Any) -> None:
+        self.values[place] = values
+
+
+def test_any_framework_with_asnumpy(world) -> None:
+    """The results are numpy arrays, which the program writes back."""
+    gradient = OldArray(mine(world.rank))
+    gradient[:] = eager.allreduce(gradient, ringjax.Sum, name="old")
+    np.testing.assert_array_equal(gradient.values, total(world.size))
+    handle = eager.broadcast_async(OldArray(mine(world.rank)), 1, name="old")
+    np.testing.assert_array_equal(eager.synchronize(handle), mine(1))
+    out = np.empty_like(mine(0))
+    given = [OldArray(mine(world.rank))]
+    assert eager.grouped_allreduce(given, ringjax.Sum, out=[out])[0] is out
+    np.testing.assert_array_equal(out, total(world.size))
+    gathered = eager.allgather(OldArray(mine(world.rank)), name="old")
+    np.testing.assert_array_equal(gathered, np.vstack([mine(r) for r in range(3)]))
+
+
+def test_arrays_whose_copy_would_surprise_are_refused() -> None:
+    ones = np.ones(2, np.float32)
+    with raises(TypeError, "OldArray", "its storage is row_sparse; make it dense"):
+        eager.allreduce(OldArray(ones, stype="row_sparse"), name="old")
+    with raises(TypeError, "gpu", "copy it to the CPU first"):
+        eager.allreduce(OldArray(ones, on="gpu"), name="old")
+    with raises(TypeError, "asnumpy() returned a list"):
+        eager.allreduce(OldArray([1.0]), name="old")
+    with raises(TypeError, "got OldArray", "instead: `array[:] = result`"):
+        eager.allreduce(OldArray(ones), name="old", out=OldArray(ones))
