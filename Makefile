@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs-test bench-check cuda-build-check test-engines jax-tests lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
+.PHONY: help demo test docs-test bench-check cuda-build-check test-engines test-mxnet jax-tests lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -84,6 +84,24 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	  $(VENV)-engines/mpi/$$package/bin/python -m pip --quiet --disable-pip-version-check \
 	    install $$package || echo "$$package cannot be installed: its tests are skipped"; \
 	done
+	@touch $@
+
+# In an environment of its own: MXNet needs numpy 1.23, and JAX needs numpy 2.
+# HOROVOD_SOURCE: a folder with Horovod's source, whose tests of MXNet then run, too.
+test-mxnet: $(VENV)-mxnet/installed  ## ringjax.mxnet with MXNet 1.9.1, without JAX; needs Python 3.11
+	HOROVOD_SOURCE=$(HOROVOD_SOURCE) $(VENV)-mxnet/bin/pytest -n $(JOBS) tests/with_mxnet/operations.py \
+	  tests/with_mxnet/training.py $(if $(HOROVOD_SOURCE),tests/with_mxnet/horovod_suite.py) $(TESTS)
+
+MXNET_PIP := $(VENV)-mxnet/bin/python -m pip --quiet --disable-pip-version-check
+$(VENV)-mxnet/installed: pyproject.toml $(NATIVE) | $(VENV)/installed-cmake
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo 'MXNet 1.9.1 needs Python 3.11: make PYTHON=python3.11 test-mxnet' >&2; exit 1; }
+	cd tests && ../$(BIN)/python -m support.native_build ringjax_core
+	$(PYTHON) -m venv $(VENV)-mxnet
+	$(MXNET_PIP) install mxnet==1.9.1 numpy==1.23.5 cloudpickle 'pytest>=8' pytest-timeout \
+	  'pytest-xdist>=3.6' hypothesis
+	$(MXNET_PIP) install --no-deps --editable . \
+	  --config-settings=cmake.define.RINGJAX_CORE=$(CURDIR)/$(CORE)
 	@touch $@
 
 # JAX_SOURCE: a folder with JAX's source at that version, such as one without a network.

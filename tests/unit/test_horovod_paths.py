@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -104,6 +107,21 @@ def test_built_functions() -> None:
     assert util.check_extension("ringjax.torch", "HOROVOD_WITH_PYTORCH", "x") is None
     assert not util.extension_available("mxnet")
     assert not util.gpu_available("torch") or ringjax.build_info()["devices"]
+
+
+def test_mxnet_where_it_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    needs = "MXNet 1.9.1, which needs Python 3.11 and numpy 1.23.*without JAX"
+    with monkeypatch.context() as absent:
+        absent.setitem(sys.modules, "mxnet", None)
+        with pytest.raises(ImportError, match=f"(?s){needs}.*ModuleNotFoundError"):
+            importlib.import_module("ringjax.mxnet")
+    # With numpy 2 MXNet fails so.
+    Path(tmp_path, "mxnet.py").write_text("import numpy; numpy.PZERO")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=f"(?s){needs}.*AttributeError.*PZERO"):
+        importlib.import_module("ringjax.mxnet")
 
 
 def test_horovod_basics() -> None:

@@ -70,9 +70,9 @@ MODULES = {
 }
 FRAMEWORKS = {"ringjax.torch": "torch", "ringjax.tensorflow": "tensorflow"}
 FRAMEWORKS["ringjax.keras"] = "tensorflow"
-FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}  # see tests/engines
-# Paths that documents mention although they do not exist.
-ELSEWHERE = ("ringjax.mxnet",)
+# The environments of tests/engines and tests/with_mxnet have these frameworks.
+FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}
+FRAMEWORKS |= {"ringjax.mxnet": "mxnet"}
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -91,7 +91,7 @@ def _in_documents() -> dict[str, str]:
         for place, match in tree.matches(r"\bhvd((?:\.[A-Za-z_]\w*)+)", page):
             if len(hvd) == 1:
                 found[min(hvd) + match[1]] = place
-    return {p: place for p, place in found.items() if not p.startswith(ELSEWHERE)}
+    return found
 
 
 def _needs(path: str) -> str:

@@ -23,6 +23,7 @@ SEVERAL = {
 # Files whose largest class has another name than the file, with the reason.
 OTHER = {
     "ringjax/keras/elastic.py": "Horovod's module path",
+    "ringjax/mxnet.py": "named after the framework",
     "ringjax/optim.py": "named after optax; the class is its state",
     "ringjax/ray/runner.py": "Horovod's module path",
     "ringjax/run/hosts/processes.py": "functions about processes; the class is one",
