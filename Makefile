@@ -88,9 +88,9 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 
 # In an environment of its own: MXNet needs numpy 1.23, and JAX needs numpy 2.
 # HOROVOD_SOURCE: a folder with Horovod's source, whose tests of MXNet then run, too.
+MXNET_TESTS := operations training page $(if $(HOROVOD_SOURCE),horovod_suite)
 test-mxnet: $(VENV)-mxnet/installed  ## ringjax.mxnet with MXNet 1.9.1, without JAX; needs Python 3.11
-	HOROVOD_SOURCE=$(HOROVOD_SOURCE) $(VENV)-mxnet/bin/pytest -n $(JOBS) tests/with_mxnet/operations.py \
-	  tests/with_mxnet/training.py $(if $(HOROVOD_SOURCE),tests/with_mxnet/horovod_suite.py) $(TESTS)
+	$(VENV)-mxnet/bin/pytest -n $(JOBS) $(MXNET_TESTS:%=tests/with_mxnet/%.py) $(TESTS)
 
 MXNET_PIP := $(VENV)-mxnet/bin/python -m pip --quiet --disable-pip-version-check
 $(VENV)-mxnet/installed: pyproject.toml $(NATIVE) | $(VENV)/installed-cmake

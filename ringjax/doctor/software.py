@@ -152,6 +152,9 @@ def _number(version: str) -> tuple[int, ...]:
 def fitting(host: HostContext) -> Iterator[Finding]:
     """Checks that ringjax supports the installed jax, and jax the installed jaxlib."""
     jax, jaxlib = installed_version("jax"), installed_version("jaxlib")
+    if jax is None and (mxnet := installed_version("mxnet")):
+        yield ok(f"mxnet {mxnet}, without jax, which needs another numpy")
+        return
     if jax is None or jaxlib is None:
         text = f"{'jax' if jax is None else 'jaxlib'} is not installed"
         yield warn(text, f"{sys.executable} -m pip install jax")

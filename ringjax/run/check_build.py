@@ -103,6 +103,7 @@ def report() -> str:
         + _adapter("tensorflow", "TensorFlow")
         + _adapter("keras", "Keras")
         + _adapter("torch", "PyTorch")
+        + _adapter("mxnet", "MXNet")
         + "\nAvailable Transports:\n"
         + _line(core, "native core (ringjax._native)")
         + _line(core and memfd, "shared memory (memfd)")

@@ -18,7 +18,7 @@ import doctest, gc, importlib, importlib.util, pathlib, sys
 gc.disable()
 import ringjax
 
-ENGINES = {"ray": "ray", "spark": "pyspark"}
+ENGINES = {"ray": "ray", "spark": "pyspark", "mxnet": "mxnet"}
 root = pathlib.Path(ringjax.__file__).parent
 failed = attempted = 0
 for path in sorted(root.rglob("*.py")):
@@ -27,7 +27,7 @@ for path in sorted(root.rglob("*.py")):
     if parts[-1] == "__main__" or needs_torch != (sys.argv[1] == "torch"):
         continue
     if parts[1] in ENGINES and importlib.util.find_spec(ENGINES[parts[1]]) is None:
-        continue  # these modules import Ray or PySpark at their top
+        continue  # these modules import Ray, PySpark or MXNet at their top
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     result = doctest.testmod(module)
     failed, attempted = failed + result.failed, attempted + result.attempted

@@ -1,9 +1,10 @@
 """Every Python block of README and docs/ runs unchanged, on two ranks.
 
 test_recipes.py runs the pages of recipes, and tests/engines/ runs programs that need an
-engine. Each page is one job. Its blocks run one after the other, and each block starts
-with an empty namespace. BEFORE has code that runs before a block, for example a step or
-a model that the block expects from its reader. AFTER has code that checks the results.
+engine, and tests/with_mxnet/ the page about MXNet. Each page is one job. Its blocks run
+one after the other, and each block starts with an empty namespace. BEFORE has code that
+runs before a block, for example a step or a model that the block expects from its
+reader. AFTER has code that checks the results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from support.documents import RECIPES
 from support.launch import ROOT, StartJob
 
 ON_ENGINES = {f"docs/run/{engine}.md" for engine in ("launchers", "ray", "spark")}
+ON_ENGINES |= {"docs/train/mxnet.md"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): re.findall(
         r"(?ms)^```python\n(.*?)^```", path.read_text()
@@ -28,11 +30,6 @@ PAGES = {page: blocks for page, blocks in PAGES.items() if blocks}
 
 # Both have the page and the number of the block as key.
 BEFORE = {
-    ("docs/migrate/from-horovod.md", 0): """
-        import numpy as np
-
-        gradients = {"w": np.full(3, 1.0, "f4"), "b": np.full(2, 2.0, "f4")}
-    """,
     ("docs/reference/api/tensorflow.md", 1): """
         import threading
         from ringjax.tensorflow.data.compute_worker import main

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import ringjax.mxnet as hvd
+from ringjax.doctor import software
 from ringjax.errors import Mismatch
+from ringjax.run import check_build
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
@@ -206,6 +208,13 @@ def test_names_and_arguments_are_those_of_horovod() -> None:
         for name in expected
     }
     assert found == expected
+
+
+@pytest.mark.ranks(1)
+def test_diagnoses_do_not_ask_for_jax() -> None:
+    [finding] = software.fitting(None)  # type: ignore[arg-type]
+    assert finding.status == "ok" and "mxnet 1.9.1, without jax" in finding.text
+    assert "[X] MXNet 1.9.1 (ringjax.mxnet)" in check_build.report()
 
 
 @pytest.mark.ranks(1)
