@@ -372,7 +372,8 @@ def broadcast_parameters(
         prefix: put in front of the parameters' names, which are the same on all ranks.
 
     Raises:
-        ValueError: `params` is no dict, or the ranks have different parameters.
+        ValueError: `params` is no dict, `root_rank` is no rank, or the ranks have
+            different parameters.
         RuntimeError: a parameter has not been initialized.
         HorovodInternalError: a parameter has different shapes, or a rank is lost.
     """
@@ -381,6 +382,7 @@ def broadcast_parameters(
             "broadcast_parameters: expected net.collect_params() or a dict, got a "
             f"{type(params).__name__}"
         )
+    lane.root_in_set("broadcast_parameters", root_rank, global_process_set)
     if size() == 1:
         return
     named = {f"{prefix or ''}{name}": params[name] for name in params}
@@ -436,7 +438,7 @@ def _broadcast_when_made(param: Any, root_rank: int, name: str) -> None:
     make = param._init_impl
 
     def make_and_broadcast(*args: Any, **kwargs: Any) -> None:
-        del param._init_impl  # the method of the class again
+        vars(param).pop("_init_impl", None)  # the method of the class again
         make(*args, **kwargs)
         broadcast_(param.data(), root_rank, name)
 

@@ -382,7 +382,8 @@ def test_only_the_root_loads_a_file(world, tmp_path: Path, root: int) -> None:
 
 def test_a_parameter_is_broadcast_once_when_its_shape_is_known(world) -> None:
     net = initialized(lambda: dense(deferred=True), world.rank)
-    hvd.broadcast_parameters(net.collect_params(), prefix="net.")
+    for prefix in "net.", "again.":
+        hvd.broadcast_parameters(net.collect_params(), prefix=prefix)
     net(mx.nd.ones((2, 12)))
     [first, *others] = hvd.allgather_object(weights(net))
     for other in others:
@@ -408,10 +409,12 @@ def test_parameters_that_differ_are_named(world) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_what_is_no_dict_of_parameters_is_refused() -> None:
+def test_wrong_arguments_of_a_broadcast() -> None:
     net = dense()
     with pytest.raises(ValueError, match="collect_params.* got a HybridSequential"):
         hvd.broadcast_parameters(net)
+    with pytest.raises(ValueError, match="root_rank is 1, expected a rank"):
+        hvd.broadcast_parameters(net.collect_params(), root_rank=1)
 
 
 @pytest.mark.ranks(2)
