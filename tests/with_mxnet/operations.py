@@ -78,6 +78,10 @@ def test_arrays_of_unusual_shapes(world) -> None:
     equal(whole, expected)
     turned = mx.nd.arange(6).reshape((2, 3)).T
     equal(hvd.allreduce(turned), np.arange(6, dtype="f4").reshape(2, 3).T)
+    half = mx.nd.ones(2, dtype="float16")
+    mixed = hvd.grouped_allreduce([half, mx.nd.ones(3)], op=hvd.Sum)
+    equal(mixed[0], np.full(2, size, "f2"))
+    equal(mixed[1], np.full(3, size, "f4"))
     none = mx.nd.array(np.empty((0, 2), "f4"))
     assert hvd.allgather(none).shape == (0, 2)
     assert hvd.grouped_allreduce([]) == []

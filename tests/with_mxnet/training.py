@@ -120,6 +120,17 @@ def test_gluon_equals_one_process(world, scenario: str, hybrid: bool) -> None:
     close(net, alone)
 
 
+def test_gradients_in_several_parts(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hvd, "_PART", 20)  # elements
+    alone, plain, net, trainer = both(world, dense, SGD)
+    for step in range(STEPS):
+        plain.step(backward(alone, share(step)))
+        trainer.step(backward(net, share(step, world.rank, world.size)))
+    close(net, alone)
+    parts = hvd._Averaging(1.0, 0, hvd.global_process_set)._parts([9, 30, 5, 15, 1])
+    assert parts == [[4, 3, 2], [1], [0]]
+
+
 @contextmanager
 def numpy_arrays() -> Iterator[None]:
     mx.npx.set_np()
@@ -284,6 +295,33 @@ def test_states_are_saved_and_loaded(world, tmp_path: Path) -> None:
             assert trainer.learning_rate == 0.01
         trainer.step(backward(net, share(step, world.rank, world.size)))
     close(net, alone)
+
+
+def test_a_plain_trainer_with_a_distributed_optimizer(world, tmp_path: Path) -> None:
+    alone, plain, net, _ = both(world, dense, SGD)
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.create(SGD[0], **SGD[1]))
+    trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
+    for step in range(STEPS):
+        plain.step(backward(alone, share(step)))
+        trainer.step(backward(net, share(step, world.rank, world.size)))
+        if step == 10:
+            trainer.save_states(str(tmp_path / "states"))
+            trainer.load_states(str(tmp_path / "states"))
+            assert type(trainer.optimizer) is hvd.DistributedOptimizer
+    close(net, alone)
+
+
+@pytest.mark.ranks(2)
+def test_nets_that_differ_are_an_error_after_which_training_goes_on(world) -> None:
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3 + world.rank, in_units=12), nn.Dense(3, in_units=3 + world.rank))
+    net.initialize()
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", num_groups=4)
+    backward(net, share(0))
+    with pytest.raises(Mismatch, match=r"'gradient\.\d'.*f32"):
+        trainer.step(BATCH)
+    *_, net, trainer = both(world, dense, SGD)
+    trainer.step(backward(net, share(0)))
 
 
 def test_a_learning_rate_schedule(world) -> None:
