@@ -26,7 +26,7 @@ from benchmarks.peers.adapter import COLLECTIVES
 from benchmarks.peers.table import MPI, PEERS
 
 # Ranks of these peers give the very array that the harness has made.
-FRESH = ["ringjax", *MPI]
+FRESH = ["ringjax", *MPI, "oneccl"]
 NAMES = [name for name, entry in PEERS.items() if entry.kind.collectives]
 # ringjax over TCP is slower than all peers that share memory.
 USUAL = [name for name in NAMES if PEERS[name].usual and name != "ringjax-tcp"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.peers import limit
+from benchmarks.peers import compiled, limit, oneccl
 from benchmarks.peers.table import Entry
 
 # For example, build/peers/horovod/bin/python is the Python for Horovod; see README.md.
@@ -81,11 +81,13 @@ def _launch(
     for module in missing(entry.modules, python):
         where = "here" if python == sys.executable else f"for {python}"
         raise Absent(f"no module {module} {where}")
-    if entry.kind is limit.Limit:
-        try:
+    try:
+        if entry.kind is limit.Limit:
             limit.build()
-        except limit.CannotBuild as error:
-            raise Absent(str(error)) from None
+        elif entry.kind is oneccl.OneCcl:
+            oneccl.build(Path(python).parent.parent)
+    except compiled.CannotBuild as error:
+        raise Absent(str(error)) from None
     if entry.launcher == "ringrun":
         words = [python, "-m", "ringjax.run", "-np", str(ranks), *entry.options]
         return Launch(words, environment=dict(entry.environment))
@@ -111,7 +113,8 @@ def _launch(
         # Without this variable, ranks that wait do not let other ranks use the core.
         crowded = ranks > (os.cpu_count() or 1)
         yields = {"I_MPI_THREAD_YIELD": "2"} if crowded else {}
-        return Launch([own, "-n", str(ranks)], environment=yields)
+        environment = {**entry.environment, **yields}
+        return Launch([own, "-n", str(ranks)], environment=environment)
     return Launch(environment=dict(entry.environment), each=True)
 
 

@@ -1,27 +1,19 @@
-"""The peer `limit`: what this machine allows, by limit.cc, and how that is compiled.
-
-The program is compiled for this CPU at the first use, and kept in build/benchmarks/.
-"""
+"""The peer `limit`: what this machine allows, by limit.cc."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.peers import compiled
 from benchmarks.peers.adapter import COLLECTIVES, Array, Operation, Peer, Shapes
 
-SOURCE_FOLDER = Path(__file__).resolve().parents[1] / "limit"
-BUILD = SOURCE_FOLDER.parents[1] / "build" / "benchmarks"
-FLAGS = "-std=c++20 -O3 -march=native -shared -fPIC -pthread -Wall -Wextra -Wshadow"
+SOURCE = Path(__file__).resolve().parents[1] / "limit" / "limit.cc"
 # Numbers of polls before a waiting rank yields its core to others: with more ranks than
 # cores, and with enough cores.
 SPINS_OVERSUBSCRIBED, SPINS = 100, 1000
@@ -51,10 +43,6 @@ MOVES = {
 _MOVED = COLLECTIVES[1:]  # names, in the order of limit_collectives.h
 
 
-class CannotBuild(RuntimeError):
-    """Error: no compiler, or the compiler fails; the text contains the reason."""
-
-
 class _Job(ctypes.Structure):
     _fields_ = (
         ("inputs", ctypes.c_void_p),
@@ -80,29 +68,13 @@ class _Move(ctypes.Structure):
     )
 
 
-def build(folder: Path = BUILD) -> Path:
-    """Returns the shared object, which is compiled at the first use.
+def build(folder: Path = compiled.BUILD) -> Path:
+    """Returns the shared object of limit.cc.
 
     Raises:
       CannotBuild: there is no compiler, or the compiler fails.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if shutil.which(compiler[0]) is None:
-        raise CannotBuild(f"no compiler {compiler[0]} here")
-    recipe = [platform.node(), *compiler, FLAGS]
-    recipe += [path.read_text() for path in sorted(SOURCE_FOLDER.iterdir())]
-    digest = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:16]
-    library = folder / f"liblimit-{digest}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{library.name}.{os.getpid()}"
-        words = [*compiler, *FLAGS.split(), "-o", str(beside)]
-        words += [str(SOURCE_FOLDER / "limit.cc"), "-lrt"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CannotBuild(f"{shlex.join(words)}:\n{done.stderr[-2000:]}")
-        beside.replace(library)
-    return library
+    return compiled.build(SOURCE, "-lrt", folder=folder)
 
 
 def load(library: Path) -> Any:

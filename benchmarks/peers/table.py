@@ -16,6 +16,7 @@ from benchmarks.peers.keras import RingjaxKeras
 from benchmarks.peers.limit import Limit
 from benchmarks.peers.mpi4jax import Mpi4jax
 from benchmarks.peers.mpi4py import Mpi4py
+from benchmarks.peers.oneccl import OneCcl
 from benchmarks.peers.ringjax import JaxEmpty, Ringjax, RingjaxTcp
 from benchmarks.peers.shards import JaxShards, RingjaxShards
 from benchmarks.peers.tensorflow import RingjaxTensorflow
@@ -34,7 +35,7 @@ class Entry:
       launcher: the launcher: "ringrun", "mpirun", "mpich", "impi" or "horovodrun".
         If it is empty, the benchmark starts the ranks and sets the rank of each.
       options: options of ringrun.
-      environment: additional variables for ringrun.
+      environment: additional variables.
       usual: whether comparisons contain the peer by default.
     """
 
@@ -86,6 +87,10 @@ PEERS = {
     "mpi4py": Entry(Mpi4py, ("mpi4py",), "mpirun"),
     "mpich": Entry(Mpi4py, ("mpi4py",), "mpich"),
     "impi": Entry(Mpi4py, ("mpi4py",), "impi"),
+    # Otherwise each rank has a thread that spins, and waits for it.
+    "oneccl": Entry(
+        OneCcl, ("mpi4py",), "impi", environment={"CCL_WORKER_OFFLOAD": "0"}
+    ),
     "mpi4jax": Entry(Mpi4jax, ("mpi4jax", "mpi4py"), "mpirun"),
 }
 # The peers with which the others are compared if there is no limit.

@@ -153,6 +153,15 @@ def test_a_missing_module_or_program_is_named(tmp_path: Path) -> None:
         launchers.find(absent, 2, words, tmp_path)
 
 
+def test_the_headers_of_a_peer_are_searched_beside_its_python(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    entry = Entry(PEERS["oneccl"].kind, (), "impi")
+    with pytest.raises(launchers.Absent, match=rf"oneccl\.cc -I{tmp_path}/include"):
+        launchers.find(entry, 2, options.parse([]), tmp_path, str(python))
+
+
 def test_a_peer_may_have_another_python(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_fresh_is_refused_for_peers_that_copy_their_input(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = collectives.parse(["--fresh"])
-    assert options.peers == ["ringjax", "mpi4py", "mpich", "impi"]
+    assert options.peers == ["ringjax", "mpi4py", "mpich", "impi", "oneccl"]
     assert all(case.fresh for case in collectives.cases(options, 2))
     with pytest.raises(SystemExit):
         collectives.parse(["--fresh", "--peers", "ringjax", "limit"])

@@ -19,7 +19,7 @@ from support.launch import ROOT, environment
 # Behind everything else: the ringjax under test must not come from the checkout.
 sys.path.append(str(ROOT))
 from benchmarks.harness import worker
-from benchmarks.peers import limit
+from benchmarks.peers import compiled, limit
 from benchmarks.peers.adapter import COLLECTIVES
 
 # Below and above kAtOnce, no multiples of a cache line, and more than two tiles.
@@ -117,10 +117,10 @@ def test_a_failed_build_raises_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(limit.CannotBuild, match="no compiler no-such-compiler here"):
+    with pytest.raises(compiled.CannotBuild, match="no compiler no-such-compiler here"):
         limit.build(tmp_path)
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(limit.CannotBuild, match=r"limit\.cc -lrt"):
+    with pytest.raises(compiled.CannotBuild, match=r"limit\.cc -lrt"):
         limit.build(tmp_path)
     assert not list(tmp_path.iterdir())
 
