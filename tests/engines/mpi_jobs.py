@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts: Open MPI 4 and 5, MPICH 4 and 5, and torchrun."""
+"""Ranks that launchers start: of Open MPI, MPICH and Intel MPI, and torchrun."""
 
 from __future__ import annotations
 
