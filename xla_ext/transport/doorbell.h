@@ -16,11 +16,13 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/cpu_placement.h"
 #include "transport/host_memory.h"
 
 namespace ringjax {
 
-// Any thread may call Ring and RingPeer; one thread at a time calls Sleep.
+// Any thread may call Ring and RingPeer; one thread at a time calls Sleep and uses the
+// placement.
 class Doorbell {
  public:
   enum Asleep : uint32_t { kAwake, kInFutex, kInPoll };
@@ -43,6 +45,8 @@ class Doorbell {
   int index() const { return index_; }
   HostWords& words(int index) const { return memory_->words(index); }
 
+  CpuPlacement& placement() { return placement_; }
+
   int socket() const { return socket_; }  // -1 unless it is open
 
   void Ring() { RingPeer(index_); }
@@ -60,6 +64,7 @@ class Doorbell {
   const std::shared_ptr<HostMemory> memory_;
   const int index_;
   const std::string name_;
+  CpuPlacement placement_{memory_, index_};
   std::atomic<int> socket_{-1};  // only the thread that sleeps opens it
   uint32_t heard_ = 0;           // the rings after which Sleep has returned
 };

@@ -29,6 +29,7 @@ struct HostWords {
   uint32_t asleep;                     // a value of Doorbell::Asleep
   uint32_t closed;                     // 1: the rank uses the memory no more
   int32_t process;                     // the process id of the rank, as it says
+  uint32_t core;         // 1 + the core of the rank in a long wait (cpu_placement.h)
   uint32_t reads_beats;  // 1: the rank looks for beats here (heartbeat/shared_beats.h)
   uint64_t beats;        // the beats of the rank so far
   uint64_t entered[2];   // ControlMessage::entered at the last beat

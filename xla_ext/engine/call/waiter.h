@@ -115,7 +115,10 @@ class Waiter {
       return OkStatus();
     }
     const auto now = Clock::now();
-    if (idle_ == (oversubscribed_ ? 1 : kPauses + 1)) since_ = now;
+    if (idle_ == (oversubscribed_ ? 1 : kPauses + 1)) {
+      since_ = now;
+      if (!oversubscribed_) doorbell_->placement().Check();
+    }
     if (now - since_ < spin_ / (1 << spin_shift_)) {
       if (oversubscribed_ || idle_ % 16 == 0)
         sched_yield();
