@@ -170,9 +170,15 @@ def _mpirun(words: Sequence[str], ranks: int, python: str) -> Launch:
 
 
 def open_mpi_words(ranks: int, cpus: int) -> list[str]:
-    """Returns options of Open MPI for more ranks than cores, without busy waiting."""
-    words = ["--oversubscribe", "--bind-to", "none"]
-    return words + (["--mca", "mpi_yield_when_idle", "1"] if ranks > cpus else [])
+    """Returns options of Open MPI for more ranks than cores, without busy waiting.
+
+    With enough cores, each rank is bound to one. Linux would otherwise keep two ranks
+    on one core, where they spin without yielding.
+    """
+    if ranks <= cpus:
+        return ["--bind-to", "core"]
+    yields = ["--mca", "mpi_yield_when_idle", "1"]
+    return ["--oversubscribe", "--bind-to", "none", *yields]
 
 
 def _mpich_library(folder: Path) -> dict[str, str]:

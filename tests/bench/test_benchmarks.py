@@ -199,8 +199,9 @@ def test_modules_are_searched_by_the_python_of_the_peer(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_cores_must_yield() -> None:
-    assert "mpi_yield_when_idle" not in launchers.open_mpi_words(2, 2)
-    assert "mpi_yield_when_idle" in launchers.open_mpi_words(3, 2)
+    assert launchers.open_mpi_words(2, 2) == ["--bind-to", "core"]
+    crowded = launchers.open_mpi_words(3, 2)
+    assert "mpi_yield_when_idle" in crowded and "none" in crowded
 
 
 # -- ratios and tables -----------------------------------------------------------------
