@@ -7,15 +7,18 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "check.h"
 #include "local_world.h"
 #include "transport/channel.h"
+#include "transport/fabric_endpoint.h"
 #include "transport/ring_link.h"
 
 namespace ringjax {
@@ -114,6 +117,43 @@ inline Ends SocketEnds(size_t flows,
     ends.links[side] = std::move(link.value());
     ends.bells[side] = std::make_unique<Doorbell>();
   }
+  return ends;
+}
+
+// The library with which to test links over a fabric; empty: the loader searches.
+inline std::string FabricLibrary() {
+  const char* path = std::getenv("RINGJAX_FABRIC_LIBRARY");
+  return path != nullptr ? path : "";
+}
+
+// A link between two endpoints in this process.
+inline Ends FabricEnds(const std::string& provider, size_t slot_bytes, int slots,
+                       bool encrypted = false) {
+  Ends ends;
+  FabricOptions options;
+  options.library = FabricLibrary();
+  options.provider = provider;
+  options.source = "127.0.0.1";
+  options.slot_bytes = slot_bytes;
+  options.slots = slots;
+  const auto [one, other] = UnixPair();
+  std::thread makers[2];
+  for (int side = 0; side < 2; ++side) {
+    ends.bells[side] = std::make_unique<Doorbell>();
+    makers[side] = std::thread([&, side, fd = side == 0 ? one : other] {
+      const auto endpoint = FabricEndpoint::Open(options);
+      CHECK(endpoint.ok());
+      if (!endpoint.ok()) return;
+      const std::string key = encrypted ? ChannelKey(side) : "";
+      std::vector<FabricPeer> peers;
+      peers.push_back({Descriptor(fd), key});
+      auto links = MakeFabricLinks(endpoint.value(), std::move(peers), 20);
+      if (!links.ok())
+        return testing::Fail(__FILE__, __LINE__, links.status().message());
+      ends.links[side] = std::move(links.value()[0]);
+    });
+  }
+  for (std::thread& maker : makers) maker.join();
   return ends;
 }
 

@@ -46,6 +46,7 @@ OTHER = {
     "xla_ext/engine/call/executor.h": "a function over endpoints",
     "xla_ext/engine/communicator/straggler_probe.h": "the probe belongs to a policy",
     "xla_ext/ffi/registry.h": "functions over what is registered",
+    "xla_ext/transport/ofi.h": "declares names of libfabric",
 }
 
 # Words of ringjax that words of the field have replaced. No file may contain them.

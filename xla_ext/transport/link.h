@@ -9,6 +9,7 @@
 #include <sys/uio.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,11 +17,13 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/descriptor.h"
 
 namespace ringjax {
 
 class CmaEndpoint;
 class Doorbell;
+class FabricEndpoint;
 
 // An object that can wake a sleeping rank: a link or a shared segment.
 class Waitable {
@@ -37,7 +40,7 @@ class Waitable {
 
 class Link : public Waitable {
  public:
-  virtual std::string_view transport() const = 0;  // "local", "shm", "tcp"
+  virtual std::string_view transport() const = 0;  // "local", "shm", "tcp", "efa"
 
   // Move bytes that need no arithmetic directly between the caller's memory and the
   // stream. Return how many bytes moved; 0 means that the caller should try again
@@ -74,5 +77,17 @@ Result<std::unique_ptr<Link>> MakeRingLink(Doorbell* doorbell, int peer);
 // is empty.
 Result<std::unique_ptr<Link>> MakeTcpLink(std::vector<int> sockets,
                                           std::span<const std::string> keys = {});
+
+struct FabricPeer {
+  Descriptor lifeline;  // a connected and authenticated socket
+  std::string key;      // as for a socket of a TCP link (channel.h), or empty
+};
+// Makes links over a fabric (fabric_link.h). Waits at most `seconds` for the peers,
+// which make their ends at the same time; if `seconds` is 0, the links get connected
+// when they are first used. `interrupted` may be null. The rank of an error is an index
+// of `peers`.
+Result<std::vector<std::unique_ptr<Link>>> MakeFabricLinks(
+    const std::shared_ptr<FabricEndpoint>& endpoint, std::vector<FabricPeer> peers,
+    double seconds, const std::function<bool()>& interrupted = nullptr);
 
 }  // namespace ringjax
