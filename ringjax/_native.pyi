@@ -40,6 +40,7 @@ class Communicator:
         memory: tuple[int, int, int, list[int]] | None = None,
         doorbell: str = "",
         options: Mapping[str, float | str | Mapping[str, float] | Recorder],
+        fabric: Mapping[str, float | str] | None = None,
         connect: Connect | None = None,
         resilient: ResilientComm | None = None,
         ending: Communicator | None = None,
@@ -50,9 +51,16 @@ class Communicator:
         The constructor takes ownership even if it raises an error, unless the error is
         a TypeError. ringjax.links.descriptors.LinkDescriptors describes `links`,
         `memory`, and the name `doorbell`. `connect` makes the links to ranks that a
-        call needs and that have none. If `registered`, compiled programs find the
-        communicator by its id, with `resilient` only after ResilientComm.install. If
-        `ending` is given, each call ends with a barrier of its ranks.
+        call needs and that have none.
+
+        With `fabric`, links to ranks of other hosts go over libfabric; each has one
+        socket, over which it learns that its peer is lost. Keys: library, provider,
+        source and local_rank, as fabric_probe has them; slot_bytes and slots; and
+        seconds, the limit of the wait for the peers in `links`.
+
+        If `registered`, compiled programs find the communicator by its id, with
+        `resilient` only after ResilientComm.install. If `ending` is given, each call
+        ends with a barrier of its ranks.
         """
     @property
     def id(self) -> int: ...
@@ -556,6 +564,22 @@ class TensorInterface:
         """Makes tensors the outputs of a node from `first` on. Always deletes them."""
     def delete(self, tensors: Sequence[int]) -> None:
         """Deletes tensors."""
+
+def fabric_probe(
+    library: str = "", provider: str = "", source: str = "", local_rank: int = 0
+) -> dict[str, Any]:
+    """Looks for a provider of libfabric that can carry links; never raises.
+
+    Keys: provider, domain and protocol (a number) of the one that was found; version
+    (major, minor) and path of the library; providers, the names of all that could
+    carry links; error, the reason if there is none, or "".
+
+    Args:
+        library: the path of libfabric.so.1; without it the loader searches.
+        provider: "verbs", or with the name of a card "efa:rdmap0s6-rdm".
+        source: the IP address of this rank on the fabric, or "".
+        local_rank: with several cards, the ranks of a host take them in turn.
+    """
 
 def local_world(
     hosts: Sequence[int], options: Mapping[str, float | str] = ...

@@ -23,6 +23,7 @@
 #include "engine/communicator/overlap.h"
 #include "engine/communicator/resilient_comm.h"
 #include "ffi/registry.h"
+#include "transport/fabric_endpoint.h"
 #include "transport/ring_link.h"
 
 namespace nb = nanobind;
@@ -175,28 +176,79 @@ class PythonObject {
   nb::object object_;
 };
 
-// Makes TCP links from connected sockets, of which it takes ownership.
-Status AddLinks(const std::vector<LinkSockets>& sockets, int rank,
-                std::vector<std::unique_ptr<Link>>* links) {
+// The fabric of a communicator, if it has one: links to other hosts go over it.
+struct Fabric {
+  std::shared_ptr<FabricEndpoint> endpoint;  // null without a fabric
+  std::vector<int> hosts;                    // Ranks are the indices.
+};
+
+FabricOptions ReadFabricOptions(const nb::dict& options) {
+  FabricOptions o;
+  const auto text = [&options](const char* key) {
+    return options.contains(key) ? nb::cast<std::string>(options[key]) : "";
+  };
+  o.library = text("library");
+  o.provider = text("provider");
+  o.source = text("source");
+  o.slot_bytes = static_cast<size_t>(
+      Number(options, "slot_bytes", static_cast<double>(o.slot_bytes)));
+  o.slots = static_cast<int>(Number(options, "slots", o.slots));
+  o.local_rank = static_cast<int>(Number(options, "local_rank", 0));
+  return o;
+}
+
+// Makes links over the fabric to `ranks`, and waits for them if `seconds` is positive.
+Status AddFabricLinks(const Fabric& fabric, const std::vector<int>& ranks,
+                      std::vector<FabricPeer> peers, double seconds,
+                      std::vector<std::unique_ptr<Link>>* links) {
+  auto made = WithoutGil([&] {
+    return MakeFabricLinks(fabric.endpoint, std::move(peers), seconds, &Interrupted);
+  });
+  if (!made.ok()) {
+    const Status s = made.status();
+    const bool known = s.rank() >= 0;
+    return {s.code(), s.message(), known ? ranks[static_cast<size_t>(s.rank())] : -1};
+  }
+  for (size_t i = 0; i < ranks.size(); ++i)
+    (*links)[static_cast<size_t>(ranks[i])] = std::move(made.value()[i]);
+  return OkStatus();
+}
+
+// Makes links from connected sockets, of which it takes ownership: over the fabric to
+// ranks of other hosts, if there is a fabric, otherwise over TCP.
+Status AddLinks(const std::vector<LinkSockets>& sockets, int rank, const Fabric& fabric,
+                double seconds, std::vector<std::unique_ptr<Link>>* links) {
   std::vector<Descriptors> owned;
   for (const auto& link : sockets) owned.emplace_back(std::get<1>(link));
+  std::vector<int> far;
+  std::vector<FabricPeer> far_peers;
   for (size_t i = 0; i < sockets.size(); ++i) {
     const auto peer = static_cast<size_t>(std::get<0>(sockets[i]));
     if (peer >= links->size() || static_cast<int>(peer) == rank || (*links)[peer])
       return Status(Code::kInvalidArgument,
                     "a link names a peer that is not there, or twice");
-    auto link = MakeTcpLink(owned[i].Release(), KeysOf(std::get<2>(sockets[i])));
+    const std::vector<std::string> keys = KeysOf(std::get<2>(sockets[i]));
+    if (fabric.endpoint && fabric.hosts[peer] != fabric.hosts[rank]) {
+      if (std::get<1>(sockets[i]).size() != 1)
+        return Status(Code::kInvalidArgument, "a link over a fabric has one socket");
+      far.push_back(static_cast<int>(peer));
+      far_peers.push_back(
+          {Descriptor(owned[i].Release()[0]), keys.empty() ? "" : keys[0]});
+      continue;
+    }
+    auto link = MakeTcpLink(owned[i].Release(), keys);
     if (!link.ok()) return link.status();
     (*links)[peer] = std::move(link.value());
   }
-  return OkStatus();
+  if (far.empty()) return OkStatus();
+  return AddFabricLinks(fabric, far, std::move(far_peers), seconds, links);
 }
 
 // Opens links on demand: in memory to the ranks that share memory with this rank, and
 // by the Python function `connect` to all other ranks. `index_of` has the index of each
 // rank in the memory of `doorbell`, or -1.
 LinkOpener OpenerOf(int rank, Doorbell* doorbell, std::vector<int> index_of,
-                    const nb::object& connect) {
+                    const Fabric& fabric, const nb::object& connect) {
   const auto python =
       connect.is_none() ? nullptr : std::make_shared<PythonObject>(connect);
   return [=](std::span<const int> peers, const std::function<bool()>& stopped,
@@ -221,7 +273,8 @@ LinkOpener OpenerOf(int rank, Doorbell* doorbell, std::vector<int> index_of,
           nb::cast<std::tuple<std::vector<LinkSockets>, int, std::string>>(
               python->get()(by_sockets, nb::cpp_function(stopped)));
       if (!reason.empty()) return {Code::kUnavailable, reason, culprit};
-      return AddLinks(sockets, rank, links);
+      // The peers may need other links first, so the link does not wait for them.
+      return AddLinks(sockets, rank, fabric, 0, links);
     } catch (nb::python_error& error) {
       const std::string text = std::string("has no link: ") + error.what();
       if (!error.matches(PyExc_KeyboardInterrupt))
@@ -257,7 +310,8 @@ std::shared_ptr<Communicator> MakeCommunicator(
     int id, const std::string& name, uint64_t job, uint32_t epoch, int rank,
     const std::vector<int>& hosts, const std::vector<int>& members,
     const std::vector<LinkSockets>& links, const std::optional<SharedMemory>& memory,
-    const std::string& doorbell, const nb::dict& options, const nb::object& connect,
+    const std::string& doorbell, const nb::dict& options,
+    const std::optional<nb::dict>& fabric_options, const nb::object& connect,
     std::shared_ptr<ResilientComm> resilient, std::shared_ptr<Communicator> ending,
     bool registered) {
   // From here on the core owns all descriptors, and closes them if this code throws.
@@ -299,9 +353,18 @@ std::shared_ptr<Communicator> MakeCommunicator(
     Raise(bell->Open());
   o.doorbell_socket = bell->socket();
   std::vector<std::unique_ptr<Link>> made(hosts.size());
+  Fabric fabric{nullptr, hosts};
+  double fabric_seconds = 0;
+  if (fabric_options) {
+    const FabricOptions wanted = ReadFabricOptions(*fabric_options);
+    auto endpoint = WithoutGil([&] { return FabricEndpoint::Open(wanted); });
+    Raise(endpoint.status());
+    fabric.endpoint = std::move(endpoint.value());
+    fabric_seconds = Number(*fabric_options, "seconds", 30);
+  }
   sockets.Release();
-  Raise(AddLinks(links, rank, &made));
-  o.open_links = OpenerOf(rank, bell.get(), index_of, connect);
+  Raise(AddLinks(links, rank, fabric, fabric_seconds, &made));
+  o.open_links = OpenerOf(rank, bell.get(), index_of, fabric, connect);
   std::unique_ptr<SharedSegment> segment;
   if (memory && std::get<2>(*memory) > 0) {
     segment = std::make_unique<SharedSegment>(bell.get());
@@ -380,8 +443,8 @@ void BindHostCommunicator(nb::module_& m) {
       .def(nb::new_(&MakeCommunicator), nb::kw_only(), "id"_a, "name"_a, "job"_a,
            "epoch"_a, "rank"_a, "hosts"_a, "members"_a, "links"_a,
            "memory"_a = nb::none(), "doorbell"_a = "", "options"_a,
-           "connect"_a = nb::none(), "resilient"_a = nb::none(),
-           "ending"_a = nb::none(), "registered"_a = true)
+           "fabric"_a = nb::none(), "connect"_a = nb::none(),
+           "resilient"_a = nb::none(), "ending"_a = nb::none(), "registered"_a = true)
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
@@ -438,6 +501,27 @@ void BindHostCommunicator(nb::module_& m) {
             s.End(Status(Code::kUnavailable, message, rank));
           },
           "message"_a, "rank"_a = -1);
+  m.def(
+      "fabric_probe",
+      [](const std::string& library, const std::string& provider,
+         const std::string& source, int local_rank) {
+        FabricOptions wanted;
+        wanted.library = library;
+        wanted.provider = provider;
+        wanted.source = source;
+        wanted.local_rank = local_rank;
+        const FabricInfo found = WithoutGil([&] { return ProbeFabric(wanted); });
+        nb::dict all;
+        all["provider"] = found.provider;
+        all["domain"] = found.domain;
+        all["protocol"] = found.protocol;
+        all["version"] = std::pair(found.version >> 16, found.version & 0xffff);
+        all["path"] = found.path;
+        all["providers"] = found.providers;
+        all["error"] = ToText(found.status.message());
+        return all;
+      },
+      "library"_a = "", "provider"_a = "", "source"_a = "", "local_rank"_a = 0);
   m.def("local_world", &LocalWorld, "hosts"_a, "options"_a = nb::dict());
   m.def(
       "host_bytes",
