@@ -28,8 +28,10 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
 
     Returns:
         The current ``rank``, ``size`` and ``epoch``; ``calls``, the number of calls in
-        all lanes; and ``process_sets``, by id (0 is the world), then by lane, then by
-        collective. The lanes are ``compiled`` (in jit), ``named``
+        all lanes; ``transports``, the number of this rank's links in the world's
+        compiled lane by transport, "shm", "tcp", or the provider of ``RINGJAX_FABRIC``
+        such as "efa"; and ``process_sets``, by id (0 is the world), then by lane, then
+        by collective. The lanes are ``compiled`` (in jit), ``named``
         (`ringjax.eager`, PyTorch, TensorFlow, Keras), and ``jax`` if ringjax carries
         JAX's own collectives, by JAX's names (see `recent_calls`). Each collective has:
 
@@ -82,12 +84,16 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
                 compiled["exposed_seconds"] = more["exposed_seconds"]
             elif op in compiled:
                 compiled[op] |= {k: more[k] for k in ("sent_bytes", "algorithms")}
+    transports: dict[str, int] = {}
+    if 0 in world.communicators:
+        transports = world.communicators[0].stats()["transports"]
     found = {
         "rank": world.rank_info.rank,
         "size": world.rank_info.size,
         "epoch": world.epoch.number,
         "calls": sum(collective["calls"] for collective in totals),
         "process_sets": sets,
+        "transports": transports,
     }
     if buckets:
         found["buckets"] = _group_by_bucket(world.recorder.events())

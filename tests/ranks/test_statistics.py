@@ -21,7 +21,7 @@ from support.rank_worker import World
 from support.waiting import until
 
 import ringjax
-from ringjax import eager
+from ringjax import eager, runtime
 
 LATE = 0.02  # seconds
 
@@ -42,6 +42,14 @@ def _compiled() -> None:
 def _allreduce_stats(lane: str) -> dict[str, Any]:
     found: dict[str, Any] = ringjax.stats()["process_sets"][0][lane]["allreduce"]
     return found
+
+
+@pytest.mark.launch("jax")
+@pytest.mark.ranks(2, 3)
+def test_the_transports_of_the_links_are_counted(world: World) -> None:
+    native = runtime.communicator().stats()["transports"]
+    assert ringjax.stats()["transports"] == native
+    assert native.keys() <= {"shm", "tcp"}
 
 
 @pytest.mark.launch("jax")
