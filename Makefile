@@ -45,7 +45,7 @@ JOBS ?= 4
 AGAIN ?=
 PYTEST = $(BIN)/$(if $(AGAIN),python -P tests/support/again.py,pytest) \
   $(if $(filter-out 1,$(JOBS)),-n $(JOBS))
-test: $(VENV)/torch $(VENV)/installed-test  ## the suite: plain pytest, which builds native tests and launches ranks
+test: $(VENV)/torch $(VENV)/installed-test $(VENV)/libfabric/made  ## the suite: plain pytest, which builds native tests and launches ranks
 	$(PYTEST) $(TESTS)
 
 # Three parts that plain pytest leaves to these targets; CI runs them, too.
@@ -266,6 +266,13 @@ $(VENV)/torch: pyproject.toml | $(VENV)/made
 	@touch $@
 
 $(VENV)/installed-test: | $(VENV)/torch
+
+# For tests of RINGJAX_FABRIC. The wheel has an mpiexec, too, which in the environment
+# would stand before those of other packages.
+$(VENV)/libfabric/made: | $(VENV)/made
+	$(PIP) install --no-deps --ignore-installed --prefix $(VENV)/libfabric mpich==5.0.2 || \
+	  echo 'The wheel mpich, with libfabric, cannot be installed: its tests are skipped.'
+	@mkdir -p $(@D) && touch $@
 
 $(SITE)/installed: pyproject.toml | $(VENV)/installed
 	@$(PACKAGES_OF) docs > $(VENV)/docs.txt

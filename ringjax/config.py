@@ -178,6 +178,20 @@ class Config:
     shm: bool = _setting(
         True, parsers.boolean, "Whether ranks of one host use shared memory."
     )
+    fabric: str = _setting(
+        "off",
+        parsers.fabric,
+        "Provider of libfabric that carries tensors between hosts: verbs, efa, cxi, "
+        "opx, psm3 or tcp; efa:DOMAIN names a card. off: TCP without libfabric.",
+    )
+    fabric_library: str = _setting(
+        "", str, "File libfabric.so.1 to load, unless the process has loaded one."
+    )
+    fabric_slot: int = _setting(
+        1 << 18,
+        parsers.power_of_two(1 << 13, 1 << 22),
+        "Bytes of the longest message that a link of RINGJAX_FABRIC sends.",
+    )
     algorithm: str = _setting(
         "", str, "Algorithm to use: ring, or allreduce:ring,broadcast:binomial"
     )

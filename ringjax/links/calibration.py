@@ -52,7 +52,7 @@ def describe_network(members: Sequence[Member], hello: JsonObject) -> Network | 
     """
     if all(m.host == 0 and m.shm for m in members):
         return None
-    keys = ("machine", "version", "settings")
+    keys = ("machine", "version", "settings", "fabric")
     return {
         "ranks": [m.host for m in members],
         "shm": [m.shm for m in members],

@@ -14,8 +14,8 @@ class LinkDescriptors:
 
     Attributes:
         name: the name of the doorbells of this host (xla_ext/transport/doorbell.h).
-        links: (peer, sockets, keys) for each TCP link; without encryption, `keys` is
-            empty.
+        links: (peer, sockets, keys) for each link over TCP, or over a fabric, which has
+            one socket; without encryption, `keys` is empty.
         memory: (memfd, bytes of a ring, bytes of a tile or 0, ranks in the order of
             their indices) of the memory that ranks of this host share; or None.
         control: (world rank, socket) for each peer, if the caller of `build` wants

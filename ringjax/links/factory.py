@@ -2,11 +2,13 @@
 
 The ranks of a host share one memory. The lowest of them creates a memfd, and each rank
 passes it on over a unix socket, along a tree. Other pairs, and ranks without shared
-memory, use several TCP sockets. Only neighbours in the standing graph (standing.py) are
-connected at the start. All other pairs are connected when a call first needs them
-(`connect`). Every connection is authenticated (control/handshake.py). Control
-connections of an earlier epoch are used again (kept_connections.py). The result is a
-set of descriptors for the native core; this module moves no tensors.
+memory, use several TCP sockets. With RINGJAX_FABRIC, pairs between hosts use one: the
+native core swaps libfabric's addresses over it, and later only learns from its end that
+the peer is lost. Only neighbours in the standing graph (standing.py) are connected at
+the start. All other pairs are connected when a call first needs them (`connect`). Every
+connection is authenticated (control/handshake.py). Control connections of an earlier
+epoch are used again (kept_connections.py). The result is a set of descriptors for the
+native core; this module moves no tensors.
 
 The higher rank of a pair connects to the `LinkListener` of the lower rank.
 """
@@ -124,7 +126,7 @@ class LinkFactory:
     def connect(
         self, comm: int, ranks: Sequence[int], what: str, peers: Sequence[int]
     ) -> LinkDescriptors:
-        """Connects this rank to further `peers` of a communicator, by TCP.
+        """Connects this rank to further `peers` of a communicator, by sockets.
 
         Each peer must connect itself to this rank at the same time. Raises as `build`
         does.
@@ -253,6 +255,12 @@ class _FactoryRun:
 
     # -- connections -------------------------------------------------------------------
 
+    def _lacks_data(self, pair: PairSetup) -> bool:
+        """Returns whether the pair has to make connections for data."""
+        config = self.factory.config
+        on_fabric = config.fabric != "off" and not pair.local
+        return pair.lacks_data(1 if on_fabric else config.tcp_streams)
+
     def _connect_pairs(self) -> None:
         own = self.factory.rank
         self._connect_lower()
@@ -263,13 +271,13 @@ class _FactoryRun:
 
     def _connect_lower(self) -> None:
         """Connects to all lower ranks whose connections are missing."""
-        own, streams = self.factory.rank, self.factory.config.tcp_streams
+        own = self.factory.rank
         # Begin with the nearest rank, so that not all ranks connect to rank 0 at the
         # same time.
         lower = [
             rank
             for rank, pair in sorted(self.pairs.items(), reverse=True)
-            if rank < own and (pair.lacks_control or pair.lacks_data(streams))
+            if rank < own and (pair.lacks_control or self._lacks_data(pair))
         ]
         if lower:
             self._locate(lower)
@@ -352,7 +360,7 @@ class _FactoryRun:
         if pair.lacks_control:
             sock = self._connect(pair, Purpose.CONTROL, 0)
             pair.control = self.factory.control_connection(pair.rank, sock)
-        while pair.lacks_data(self.factory.config.tcp_streams):
+        while self._lacks_data(pair):
             sock = self._connect(pair, Purpose.DATA, len(pair.data))
             pair.data.append(sock)
 
@@ -360,7 +368,7 @@ class _FactoryRun:
         if pair.lacks_control:
             sock = self._accept(pair, Purpose.CONTROL, 0)
             pair.control = self.factory.control_connection(pair.rank, sock)
-        while pair.lacks_data(self.factory.config.tcp_streams):
+        while self._lacks_data(pair):
             pair.data.append(self._accept(pair, Purpose.DATA, len(pair.data)))
 
     def _connect(self, pair: PairSetup, purpose: Purpose, stream: int) -> socket.socket:

@@ -17,7 +17,7 @@ class PairSetup:
     Attributes:
         wants_control: whether the pair has a control connection, for heartbeats or to
             send the memory of the host.
-        wants_data: whether the pair exchanges data over TCP.
+        wants_data: whether the pair exchanges data over TCP or a fabric.
         watched: whether the ranks watch each other by heartbeats.
         kept: a control connection of an earlier epoch, until the peer has announced
             the current epoch on it. It then becomes `control`.

@@ -307,13 +307,38 @@ def mismatch(
         return f"{name} runs ringjax {versions[0]}, {others} {versions[1]}"
     own, required = hello.get("settings"), expected.get("settings")
     if own == required:
-        return ""
+        return _fabric_mismatch(hello, name, expected, others)
     if not isinstance(own, dict) or not isinstance(required, dict):
         return f"the settings of {name} are {own!r}, not {required!r} as on {others}"
     setting = next(k for k in (*required, *own) if own.get(k) != required.get(k))
     return (
         f"RINGJAX_{setting.upper()} must be alike on all ranks: it is "
         f"{required.get(setting)!r} on {others} and {own.get(setting)!r} on {name}"
+    )
+
+
+def _fabric_mismatch(
+    hello: Mapping[str, Any], name: str, expected: Mapping[str, Any], others: str
+) -> str:
+    """Compares the providers of libfabric (links/fabric.py), as `mismatch` does.
+
+    Two libraries may have different providers of one name, which do not understand each
+    other: until 1.17, "tcp" is "tcp;ofi_rxm".
+    """
+    own, required = hello.get("fabric"), expected.get("fabric")
+    if not isinstance(own, dict) or not isinstance(required, dict):
+        return ""
+    if own.get("speaks") == required.get("speaks"):
+        return ""
+    here, there = (
+        f"{who} on {each.get('hostname')} uses {found.get('speaks')} of "
+        f"{found.get('library')}"
+        for who, each, found in ((name, hello, own), (others, expected, required))
+    )
+    return (
+        f"{here}; {there}; they do not understand each other: install one version of "
+        "libfabric on all hosts (RINGJAX_FABRIC_LIBRARY), or give RINGJAX_FABRIC the "
+        "full name of a provider that all have"
     )
 
 

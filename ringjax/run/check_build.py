@@ -91,6 +91,7 @@ def _devices(cuda: dict[str, Any]) -> str:
 def report() -> str:
     nccl = library("libnccl.so*", "nvidia/nccl/lib")
     driver = library("libcuda.so*", "")
+    ofi = library("libfabric.so.1", "")
     core = _found("ringjax._native")
     memfd = hasattr(os, "memfd_create")
     return (
@@ -111,6 +112,7 @@ def report() -> str:
         + "\nAvailable Libraries:\n"
         + _line(nccl is not None, f"NCCL {nccl or '(not found)'}")
         + _line(driver is not None, f"CUDA driver {driver or '(not found)'}")
+        + _line(ofi is not None, f"libfabric {ofi or '(not found)'}")
         + "\nCUDA Devices:\n"
         + _devices(cuda_info())
     )

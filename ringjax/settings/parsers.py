@@ -6,9 +6,11 @@ integer". config.py adds the name and the text of the variable.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+_PROVIDER = r"[a-z][a-z0-9_]*(;[a-z0-9_]+)*"  # the second name is that of a layer
 
 Parser = Callable[[str], object]
 
@@ -119,6 +121,25 @@ def choice(*names: str, **synonyms: str) -> Parser:
         return name
 
     return parse
+
+
+def fabric(text: str) -> str:
+    """Parses off, or the name of a provider of libfabric, with :DOMAIN or without.
+
+    A domain is a card, and its name may have capital letters.
+
+    Example:
+        >>> fabric("EFA:rdmap0s6-rdm"), fabric("tcp;ofi_rxm"), fabric("0")
+        ('efa:rdmap0s6-rdm', 'tcp;ofi_rxm', 'off')
+    """
+    name, colon, domain = text.partition(":")
+    name = name.lower()
+    if text.lower() in ("off", "0", "false", "no"):
+        return "off"
+    is_switch = name in ("on", "true", "yes", "auto")
+    if is_switch or bool(colon) != bool(domain) or not re.fullmatch(_PROVIDER, name):
+        raise ValueError("off, or a provider such as verbs, efa or efa:DOMAIN")
+    return name + colon + domain
 
 
 level = choice(*LOG_LEVELS, warn="warning")

@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ringjax import _native
 from ringjax.config import Config
 from ringjax.control.member import Member
-from ringjax.errors import OutOfDescriptors, PeerLost, Unreachable
+from ringjax.errors import OutOfDescriptors, PeerLost, Unreachable, from_code
+from ringjax.links import fabric
 from ringjax.links.descriptors import LinkDescriptors
 from ringjax.links.factory import LinkFactory
 from ringjax.links.kept_connections import KeptConnections
@@ -178,38 +179,41 @@ class Epoch:
             process_set = process_set_of(number)
         config = config or self.config
         links, factory = self._links.pop(number)
-        connect = None
+        connect = by_fabric = None
         if factory is not None:
+            by_fabric = fabric.options(factory.config, self.rank_info.local_rank)
             connect = self._connector(factory, number, ranks, name)
         job = int(self.link_factory.job, 16) if self.link_factory is not None else 0
-        communicator = _native.Communicator(
-            id=number,
-            name=name,
-            job=job,
-            epoch=self.number,
-            rank=list(ranks).index(self.rank_info.rank),
-            hosts=[self.rank_info.hosts[rank] for rank in ranks],
-            members=list(ranks),
-            links=links.links,
-            memory=links.memory,
-            doorbell=links.name,
-            connect=connect,
-            options={
-                "ring_bytes": config.ring_bytes,
-                "spin_us": config.spin_us,
-                "stall_warning": config.stall_warning,
-                "collective_timeout": config.collective_timeout,
-                "algorithm": config.algorithm,
-                "cost": self.cost,
-                "process_set": process_set,
-                "device_index": device_index_of(number),
-                "eager": number & EAGER_LANE,
-                **({} if self.recorder is None else {"recorder": self.recorder}),
-            },
-            resilient=resilient,
-            ending=ending,
-            **({} if self.registered else {"registered": False}),
-        )
+        with self._fabric_errors(ranks, name):
+            communicator = _native.Communicator(
+                id=number,
+                name=name,
+                job=job,
+                epoch=self.number,
+                rank=list(ranks).index(self.rank_info.rank),
+                hosts=[self.rank_info.hosts[rank] for rank in ranks],
+                members=list(ranks),
+                links=links.links,
+                memory=links.memory,
+                doorbell=links.name,
+                connect=connect,
+                options={
+                    "ring_bytes": config.ring_bytes,
+                    "spin_us": config.spin_us,
+                    "stall_warning": config.stall_warning,
+                    "collective_timeout": config.collective_timeout,
+                    "algorithm": config.algorithm,
+                    "cost": self.cost,
+                    "process_set": process_set,
+                    "device_index": device_index_of(number),
+                    "eager": number & EAGER_LANE,
+                    **({} if self.recorder is None else {"recorder": self.recorder}),
+                },
+                fabric=by_fabric,
+                resilient=resilient,
+                ending=ending,
+                **({} if self.registered else {"registered": False}),
+            )
         if (fd := communicator.doorbell_socket) >= 0:
             self._sockets.setdefault(number, []).append((fd, os.fstat(fd).st_ino))
         self.communicators[number] = communicator
@@ -219,6 +223,22 @@ class Epoch:
             sharing = links.memory[3] if links.memory and number == 0 else []
             self.heartbeat.watch(communicator, sharing)
         return communicator
+
+    @contextlib.contextmanager
+    def _fabric_errors(self, ranks: Sequence[int], name: str) -> Iterator[None]:
+        """Converts the failure of a fabric's links to the errors of `link`.
+
+        Only these links exchange messages while the core makes a communicator. So a
+        peer may be lost meanwhile, after which an elastic job begins another epoch.
+        """
+        try:
+            yield
+        except _native.StatusError as error:
+            if not fabric.is_wanted(self.config):
+                raise
+            text = f"{name}: rank {self.rank_info.rank}: {error}"
+            lost = ranks[error.rank] if 0 <= error.rank < len(ranks) else -1
+            raise from_code(error.code, text, lost) from error
 
     def connect(
         self,
@@ -238,7 +258,11 @@ class Epoch:
         name: str,
         link_factory: LinkFactory | None = None,
     ) -> Config:
-        """Connects ranks like `link`, with small buffers. Returns `open`'s settings."""
+        """Connects ranks like `link`, with small buffers. Returns `open`'s settings.
+
+        The links do not use RINGJAX_FABRIC: an endpoint of libfabric takes megabytes,
+        which the short messages on these links are not worth.
+        """
         link_factory = link_factory or self.link_factory
         if link_factory is None:
             self.link(number, ranks, name)
@@ -248,6 +272,7 @@ class Epoch:
             ring_bytes=_CONTROL_RING_BYTES,
             tile_bytes=0,
             tcp_streams=1,
+            fabric="off",
             algorithm="",
         )
         self.link(number, ranks, name, dataclasses.replace(link_factory, config=small))

@@ -14,27 +14,37 @@ from ringjax import _native
 from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.errors import StartupError
+from ringjax.links import fabric
 from ringjax.world import devices
 
 # Settings that must be equal on all ranks: links and algorithms depend on them.
 _COMMON_SETTINGS = (
     *("ring_bytes", "tile_bytes", "tcp_streams", "algorithm", "calibrate"),
     *("fusion_threshold", "group_fusion", "cache_capacity", "check_parameters"),
-    "group_size",
+    *("group_size", "fabric_slot"),
 )
 
 
 def create_hello(rank: int, size: int, config: Config) -> dict[str, Any]:
-    """Returns the hello of this rank, without the addresses on which it listens."""
-    return {
+    """Returns the hello of this rank, without the addresses on which it listens.
+
+    Raises StartupError if RINGJAX_FABRIC names what this host does not have.
+    """
+    hostname = config.hostname or socket.gethostname()
+    settings = {name: getattr(config, name) for name in _COMMON_SETTINGS}
+    hello: dict[str, Any] = {}
+    if fabric.is_wanted(config) and (size > 1 or config.elastic):
+        found = fabric.find(config, f"rank {rank} on {hostname}")
+        hello["fabric"] = found.hello()
+    return hello | {
         "rank": rank,
         "size": size,
         "version": _native.version(),
-        "hostname": config.hostname or socket.gethostname(),
+        "hostname": hostname,
         "machine": _machine_id(),
         "shm": config.shm,
         "cuda": devices.count(config),
-        "settings": {name: getattr(config, name) for name in _COMMON_SETTINGS},
+        "settings": settings | {"fabric": fabric.name_of(config) or "off"},
     }
 
 

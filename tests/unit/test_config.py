@@ -50,6 +50,8 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         ("RINGJAX_SHM", "off", "shm", False),
         ("RINGJAX_ALGORITHM", "allreduce:ring", "algorithm", "allreduce:ring"),
         ("RINGJAX_JOB", "0123456789ABCDEF", "job", "0123456789abcdef"),
+        ("RINGJAX_FABRIC", "False", "fabric", "off"),
+        ("RINGJAX_FABRIC", "Verbs:mlx5_0", "fabric", "verbs:mlx5_0"),
     ],
 )
 def test_values_are_parsed(name: str, text: str, field: str, value: object) -> None:
@@ -76,6 +78,9 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("RINGJAX_RING_BYTES", "100000", "expected a power of two between"),
         ("RINGJAX_RING_BYTES", "²", "expected a power of two between"),
         ("RINGJAX_SHM", "perhaps", "expected 1 or 0"),
+        ("RINGJAX_FABRIC", "auto", "expected off, or a provider such as verbs"),
+        ("RINGJAX_FABRIC", "1", "expected off, or a provider such as verbs"),
+        ("RINGJAX_FABRIC", "efa:", "expected off, or a provider such as verbs"),
         ("RINGJAX_JOB", "xyz", "expected 16 hexadecimal digits"),
         ("HOROVOD_LOG_LEVEL", "loud", "expected one of trace, debug"),
     ],
