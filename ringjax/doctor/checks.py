@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ringjax.doctor import limits, network, software
+from ringjax.doctor import fabric, limits, network, software
 from ringjax.doctor.findings import Finding, HostContext, JobContext, warn
 
 OfHost = Callable[[HostContext], Iterator[Finding]]
@@ -56,6 +56,7 @@ CHECKS = (
     Check("temporary files", of_host=limits.temporary_files),
     Check("GPUs", of_host=software.devices),
     Check("NCCL", of_host=software.nccl_variables),
+    Check("fabric", of_host=fabric.provider),
     Check("clocks", of_job=network.clocks),
 )
 
