@@ -66,6 +66,7 @@ class Sample:
         part: the fraction of these calls that `waits` contains.
         place: the lines of Python where the program spends its time, see locations.py.
         tuned: a text about the result of autotune; "" if there is none.
+        fabric: the provider of RINGJAX_FABRIC; "" if there is none.
         memory: resident bytes of the process.
         step: seconds of a training step, estimated from repeated calls; 0 if unknown.
         sums: totals by collective, lane and process set.
@@ -83,6 +84,7 @@ class Sample:
     part: float = 1.0
     place: str = ""
     tuned: str = ""
+    fabric: str = ""
     memory: int = 0
     step: float = 0.0
     sums: dict[CollectiveKey, CollectiveSums] = field(default_factory=dict)
@@ -109,7 +111,7 @@ class Sample:
 
 _INTEGERS = ("epoch", "calls", "memory")
 _FLOATS = ("waiting", "moving", "exposed", "step")
-_TEXTS = ("host", "place", "tuned")
+_TEXTS = ("host", "place", "tuned", "fabric")
 _SUMS_INTEGERS = ("calls", "bytes", "failures")
 _SUMS_FLOATS = ("wait_seconds", "move_seconds")
 _SUMS = (*_SUMS_INTEGERS, *_SUMS_FLOATS, "wait", "move")

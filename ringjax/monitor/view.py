@@ -49,6 +49,7 @@ class View:
         step: seconds of a training step; 0 if unknown.
         busbw: the least `busbw` of all ranks.
         culprit: the rank for which all other ranks wait, or None.
+        fabric: the provider of libfabric between the hosts; "" if there is none.
     """
 
     seconds: float
@@ -60,6 +61,7 @@ class View:
     busbw: float = 0.0
     culprit: int | None = None
     rows: list[RankView] = field(default_factory=list)
+    fabric: str = ""
 
     def message(self) -> dict[str, Any]:
         """Converts the view to values that JSON can hold."""
@@ -133,4 +135,5 @@ def make_view(
         # The tally covers the fraction `part` of the calls, so scale the time, too.
         culprit=tally.straggler(seconds * min(parts)),
         rows=rows,
+        fabric=next((latest.sample.fabric for _, latest in members.values()), ""),
     )

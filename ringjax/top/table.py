@@ -101,6 +101,8 @@ def head(status: JobStatus) -> list[str]:
     """Returns two lines about the whole job."""
     view = status.view
     hosts = "1 host" if view.hosts == 1 else f"{view.hosts} hosts"
+    if view.fabric and view.hosts > 1:
+        hosts += f" over {view.fabric}"
     parts = [f"job {status.pid}", f"{view.size} ranks on {hosts}"]
     if status.elastic:
         parts.append(f"epoch {max(view.epoch, 0)}")

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from ringjax import _native
 from ringjax.control.polling import wait_readable
 from ringjax.control.unix_peer import peer_uid
+from ringjax.links import fabric
 from ringjax.monitor import sample, sockets
 from ringjax.monitor.sample import Sample
 from ringjax.monitor.stragglers import WaitRecord
@@ -197,6 +198,7 @@ class TelemetryClient:
             part=recorded * len(sent) / max(1, len(waits)),
             place=self._sampler.shares,
             tuned=self._source.tuned,
+            fabric=fabric.name_of(epoch.config),
             memory=_resident_bytes(),
             step=self._step_seconds if rank_info.rank == 0 else 0.0,
             sums=sample.sums(recorder.totals()),

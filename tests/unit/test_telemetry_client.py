@@ -15,6 +15,7 @@ import pytest
 from support.waiting import LONG
 
 from ringjax import _native
+from ringjax.config import Config
 from ringjax.monitor import sockets
 from ringjax.world import telemetry_client
 from ringjax.world.rank_info import RankInfo
@@ -65,6 +66,7 @@ def agent() -> Iterator[Agent]:
 
 def source() -> Any:
     epoch = SimpleNamespace(
+        config=Config(),
         rank_info=RankInfo.from_hosts(0, ["here"]),
         number=0,
         communicators={},

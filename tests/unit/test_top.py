@@ -365,3 +365,12 @@ def _read_until(terminal: int, wanted: bytes) -> bytes:
         assert wait_readable(terminal, LONG), text
         text += os.read(terminal, 1 << 16)
     return text
+
+
+def test_the_head_names_the_fabric_between_hosts() -> None:
+    def first_line(hosts: int, fabric: str) -> str:
+        view = View(1.0, size=8, hosts=hosts, fabric=fabric)
+        return table.head(JobStatus(view, 1, "python", False, 0.0, 0, 0, []))[0]
+
+    assert "8 ranks on 2 hosts over efa " in first_line(2, "efa")
+    assert "over" not in first_line(1, "efa") + first_line(2, "")
