@@ -11,6 +11,7 @@ import time
 import pytest
 from support.elastic_job import Start
 from support.elastic_steps import EAGER, stop_loops, wait_for_first_steps
+from support.fabric import fabric_env, needs_fabric
 from support.launch import StartJob
 
 # The loop of ringjax.elastic.run, spelled out. The state is the number of steps.
@@ -84,8 +85,16 @@ say("end", state[0], ringjax.rank())
 """
 
 
-def test_workers_join_leave_and_restart(start: Start) -> None:
-    job = start(3, ELASTIC, max_np=4)
+# One host; or two, which libfabric connects.
+@pytest.mark.parametrize(
+    ("hosts", "env"),
+    [(0, {}), pytest.param(2, fabric_env(), marks=needs_fabric)],
+    ids=["shm", "fabric"],
+)
+def test_workers_join_leave_and_restart(
+    start: Start, hosts: int, env: dict[str, str]
+) -> None:
+    job = start(3, ELASTIC, max_np=4, hosts=hosts, env=env)
     for worker in range(3):
         job.wait_for_line(worker, "state", 20)
     assert job.add() == 3

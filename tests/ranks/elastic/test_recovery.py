@@ -14,6 +14,7 @@ from support.elastic_steps import (
     wait_for_first_steps,
     wait_for_more_steps,
 )
+from support.fabric import fabric_env, needs_fabric
 
 JIT = (
     LOOP
@@ -55,14 +56,20 @@ train(lambda state: next(steps)(state),""",
 CHECKED = JIT.replace("update(grads, state)", "update(grads, state, grads)")
 
 
+@pytest.mark.parametrize(
+    "fabric",
+    [{}, pytest.param(fabric_env(), marks=needs_fabric)],
+    ids=["tcp", "fabric"],
+)
 def test_ranks_of_several_hosts_are_killed_in_the_middle_of_calls(
-    start: Start,
+    start: Start, fabric: dict[str, str]
 ) -> None:
     # 2 hosts with 3 workers each, then with 2 and 3, then with 2 each.
     script = JIT + 'say("used", *{c["algorithm"] for c in ringjax.recent_calls()})'
+    script += '\nsay("links", *ringjax.stats()["transports"])'
     kills = "call.moving=kill@4#300;call.moving=kill@1#600"
     env = {"RINGJAX_FAILPOINTS": kills, "RINGJAX_CALIBRATE": "off"}
-    job = start(6, script, env=env, hosts=2)
+    job = start(6, script, env=env | fabric, hosts=2)
     alive = {0, 2, 3, 5}
     wait_for_first_steps(job, 1)
     for victim in (4, 1):
@@ -72,6 +79,7 @@ def test_ranks_of_several_hosts_are_killed_in_the_middle_of_calls(
     for worker in alive:
         assert job.workers[worker].wait() == 0, job.logs()
     assert "hierarchical_shared" in job.lines(0, "used")[0]
+    assert ("ofi_tcp" if fabric else "tcp") in job.lines(0, "links")[0]
     check_steps(job, alive)
 
 
