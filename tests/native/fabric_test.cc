@@ -297,6 +297,67 @@ TEST(ALinkMadeWithoutWaitingConnectsWhenItIsUsed) {
   later.join();
 }
 
+// Sends a byte back and forth over a link.
+bool Echo(Link* link, int rounds, bool begins) {
+  Doorbell bell;
+  std::byte data{1};
+  const iovec piece{&data, 1};
+  for (int half = 0; half < 2 * rounds; ++half) {
+    const bool writes = (half % 2 == 0) == begins;
+    while (true) {
+      const auto n = writes ? link->TryWrite({&piece, 1}) : link->TryRead({&piece, 1});
+      if (!n.ok()) return false;
+      if (n.value() > 0) break;
+      std::vector<pollfd> fds;
+      if (!link->Arm(!writes, writes, &fds)) bell.Sleep(&fds, 1000);
+    }
+  }
+  return true;
+}
+
+// The links of an endpoint share its completions: while one link is armed, the arming
+// of the next one may find what the first one waits for.
+TEST(LinksOfOneEndpointWakeEachOther) {
+  if (!HasFabric()) return;
+  constexpr int kPeers = 2, kRounds = 2000;
+  constexpr std::chrono::seconds kLost(10);
+  std::vector<FabricPeer> peers;
+  std::vector<std::thread> others;
+  for (int i = 0; i < kPeers; ++i) {
+    const auto [one, other] = UnixPair();
+    peers.push_back({Descriptor(one), ""});
+    others.emplace_back([fd = other] {
+      const auto link = MakeLink(FabricEndpoint::Open(LocalFabric()).value(), fd, 20);
+      CHECK(link && Echo(link.get(), kRounds, true));
+    });
+  }
+  const auto endpoint = FabricEndpoint::Open(LocalFabric()).value();
+  const auto links = std::move(MakeFabricLinks(endpoint, std::move(peers), 20).value());
+  Doorbell bell;
+  std::byte data{1};
+  const iovec piece{&data, 1};
+  std::vector<int> left(kPeers, kRounds);
+  const auto any_left = [&left] { return left[0] + left[1] > 0; };
+  while (any_left() && testing::failures == 0) {
+    bool moved = false, ready = false;
+    for (int i = 0; i < kPeers; ++i) {
+      if (left[i] == 0 || links[i]->TryRead({&piece, 1}).value() == 0) continue;
+      while (links[i]->TryWrite({&piece, 1}).value() == 0) {
+      }
+      moved = true;
+      --left[i];
+    }
+    if (moved) continue;
+    std::vector<pollfd> fds;
+    for (int i = 0; i < kPeers; ++i)
+      if (left[i] > 0) ready |= links[i]->Arm(true, false, &fds);
+    const auto start = FabricClock::now();
+    if (!ready) bell.Sleep(&fds, static_cast<int>(kLost.count() * 1000));
+    CHECK(FabricClock::now() - start < kLost);
+  }
+  for (std::thread& other : others) other.join();
+}
+
 TEST(APeerThatDoesNotAnswerIsADeadline) {
   if (!HasFabric()) return;
   const auto [one, other] = UnixPair();

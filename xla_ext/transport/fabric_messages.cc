@@ -150,16 +150,20 @@ bool FabricMessages::HasFreeSlot() {
          buffers_->out[wanted_].open() && !buffers_->out[wanted_].front().under_way;
 }
 
+void FabricMessages::ChooseClass(size_t bytes) {
+  SlotRing& small = buffers_->out[kSmallSlots];
+  const bool fits = !connected_ || bytes <= Room(small.front()) ||
+                    small.bytes() == endpoint_->options().slot_bytes;
+  wants_large_ |= !fits;
+  wanted_ = !fits && buffers_->out[kLargeSlots].open() ? kLargeSlots : kSmallSlots;
+}
+
 Slot* FabricMessages::FreeSlot(size_t bytes) {
-  wanted_ = kSmallSlots;
-  const SlotRing &small = buffers_->out[kSmallSlots],
-                 &large = buffers_->out[kLargeSlots];
-  if (connected_ && bytes > Room(buffers_->out[kSmallSlots].front()) &&
-      endpoint_->options().slot_bytes > small.bytes()) {
-    wants_large_ = true;
-    if (large.open()) wanted_ = kLargeSlots;
+  ChooseClass(bytes);
+  if (!HasFreeSlot()) {
+    Turn();
+    ChooseClass(bytes);  // The peer may have granted large slots.
   }
-  if (!HasFreeSlot()) Turn();
   if (!broken_.ok() || !HasFreeSlot()) return nullptr;
   return &buffers_->out[wanted_].front();
 }

@@ -54,7 +54,7 @@ class FabricMessages final : FabricEndpoint::Owner {
 
   // Returns a slot for a message of which `bytes` are left, or null.
   Slot* FreeSlot(size_t bytes);
-  bool HasFreeSlot();  // looks for the class for which FreeSlot has looked
+  bool HasFreeSlot();  // considers the class that FreeSlot has chosen
   size_t Room(const Slot& slot) const;
   // Sends the first `bytes` bytes of the payload of a slot, which FreeSlot has
   // returned.
@@ -84,6 +84,7 @@ class FabricMessages final : FabricEndpoint::Owner {
   Status CheckGreeting() const;
 
   // -- sending
+  void ChooseClass(size_t bytes);
   void Dispatch(Slot* slot, size_t bytes, uint32_t flags);
   void Seal(Slot* slot);
   void SendWaiting();
