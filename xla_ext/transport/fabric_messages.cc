@@ -33,6 +33,30 @@ Status Nonsense(const std::string& what) {
                 "its messages over the fabric are damaged: " + what);
 }
 
+// Checks that both ends can exchange messages.
+Status CheckGreeting(const FabricGreeting& g, const FabricEndpoint& endpoint,
+                     bool sealed) {
+  const FabricOptions& own = endpoint.options();
+  if (g.magic != FabricGreeting::kMagic)
+    return Nonsense("it greets in an unknown format");
+  if (g.protocol != endpoint.protocol())
+    return Status(Code::kUnavailable,
+                  "its libfabric speaks protocol " + std::to_string(g.protocol) +
+                      ", this one's '" + endpoint.provider() + "' protocol " +
+                      std::to_string(endpoint.protocol()));
+  if (g.slot_bytes != own.slot_bytes || g.slots != static_cast<uint64_t>(own.slots))
+    return Status(Code::kUnavailable, "it has " + std::to_string(g.slots) +
+                                          " slots of " + std::to_string(g.slot_bytes) +
+                                          " bytes, this rank " +
+                                          std::to_string(own.slots) + " of " +
+                                          std::to_string(own.slot_bytes));
+  if (g.sealed != static_cast<uint64_t>(sealed))
+    return Status(Code::kUnavailable, "only one end encrypts");
+  if (g.address_bytes != endpoint.address().size())
+    return Nonsense("it greets with an impossible address");
+  return OkStatus();
+}
+
 }  // namespace
 
 // -- the introduction ---------------------------------------------------------------
@@ -78,7 +102,8 @@ void FabricMessages::Connect() {
   // Before the peer may send, its first messages have slots.
   if (!greeted_ && unposted_.empty()) Greet();
   if (!greeted_ || !broken_.ok() || !ReadGreeting()) return;
-  if (Status s = CheckGreeting(); !s.ok()) return Break(s);
+  if (Status s = CheckGreeting(greeting_, *endpoint_, encrypt_ != nullptr); !s.ok())
+    return Break(s);
   const Result<uint64_t> peer =
       endpoint_->Insert(std::string(greeting_.address.data(), greeting_.address_bytes));
   if (!peer.ok()) return Break(peer.status());
@@ -113,29 +138,6 @@ bool FabricMessages::ReadGreeting() {
   if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) Break(PeerClosed());
   if (n > 0) greeting_bytes_ += static_cast<size_t>(n);
   return greeting_bytes_ == sizeof greeting_;
-}
-
-Status FabricMessages::CheckGreeting() const {
-  const FabricGreeting& g = greeting_;
-  const FabricOptions& own = endpoint_->options();
-  if (g.magic != FabricGreeting::kMagic)
-    return Nonsense("it greets in an unknown format");
-  if (g.protocol != endpoint_->protocol())
-    return Status(Code::kUnavailable,
-                  "its libfabric speaks protocol " + std::to_string(g.protocol) +
-                      ", this one's '" + endpoint_->provider() + "' protocol " +
-                      std::to_string(endpoint_->protocol()));
-  if (g.slot_bytes != own.slot_bytes || g.slots != static_cast<uint64_t>(own.slots))
-    return Status(Code::kUnavailable, "it has " + std::to_string(g.slots) +
-                                          " slots of " + std::to_string(g.slot_bytes) +
-                                          " bytes, this rank " +
-                                          std::to_string(own.slots) + " of " +
-                                          std::to_string(own.slot_bytes));
-  if (g.sealed != static_cast<uint64_t>(encrypt_ != nullptr))
-    return Status(Code::kUnavailable, "only one end encrypts");
-  if (g.address_bytes != endpoint_->address().size())
-    return Nonsense("it greets with an impossible address");
-  return OkStatus();
 }
 
 // -- sending ------------------------------------------------------------------------

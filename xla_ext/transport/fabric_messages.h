@@ -81,7 +81,6 @@ class FabricMessages final : FabricEndpoint::Owner {
   void Connect();
   void Greet();
   bool ReadGreeting();
-  Status CheckGreeting() const;
 
   // -- sending
   void ChooseClass(size_t bytes);
