@@ -284,9 +284,9 @@ Result<ofi::Mr*> FabricEndpoint::Register(void* memory, size_t bytes) {
                                   0, ++keys_, 0, &registered, nullptr);
   if (rc != 0) {
     const Status refused = library_->Check("fi_mr_reg", rc);
-    return Status(Code::kInternal,
-                  provider_ + " cannot register " + std::to_string(bytes) +
-                      " bytes for a link (" + refused.message() +
+    return Status(Code::kFailedPrecondition,
+                  "cannot register " + std::to_string(bytes) + " bytes with " +
+                      provider_ + " for a link (" + refused.message() +
                       "): raise the limit of locked memory (ulimit -l unlimited)");
   }
   if ((info_->domain_attr->mr_mode & ofi::kMrEndpoint) == 0) return registered;

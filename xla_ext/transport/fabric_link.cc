@@ -179,7 +179,7 @@ Result<std::vector<std::unique_ptr<Link>>> MakeFabricLinks(
   for (FabricPeer& peer : peers)
     links.push_back(std::make_unique<FabricLink>(endpoint, std::move(peer.lifeline)));
   const auto failed = [](const Status& s, size_t index) {
-    return Status(s.code(), s.message(), static_cast<int>(index));
+    return WithPeer(s, static_cast<int>(index));
   };
   for (size_t i = 0; i < links.size(); ++i) {
     if (Status s = CheckKeys({&peers[i].key, 1}, 1); !s.ok()) return failed(s, i);

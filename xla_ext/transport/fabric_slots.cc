@@ -17,8 +17,9 @@ Result<std::unique_ptr<SlotMemory>> SlotMemory::Map(FabricEndpoint* endpoint,
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (mapped == MAP_FAILED)
-    return Status(Code::kInternal, "mmap of the " + std::to_string(bytes) +
-                                       " bytes of a link: " + std::strerror(errno));
+    return Status(Code::kFailedPrecondition,
+                  "cannot map the " + std::to_string(bytes) +
+                      " bytes of a link: " + std::strerror(errno));
   std::unique_ptr<SlotMemory> made(
       new SlotMemory(static_cast<std::byte*>(mapped), bytes));
   madvise(mapped, bytes, MADV_DONTFORK);

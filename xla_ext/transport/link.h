@@ -66,6 +66,14 @@ class Link : public Waitable {
   virtual Result<bool> Flush() = 0;
 };
 
+// Returns the error of a link to `peer`, with the rank that caused it: the peer, or no
+// rank if this rank itself lacks something (kFailedPrecondition).
+inline Status WithPeer(const Status& status, int peer) {
+  const bool own = status.code() == Code::kFailedPrecondition;
+  return status.ok() ? status
+                     : Status(status.code(), status.message(), own ? -1 : peer);
+}
+
 // Makes the end of a link over the memory that the owner of the doorbell shares with
 // the rank `peer` (an index in that memory). The doorbell must outlive the link. Fails
 // with kUnavailable if the host has no memory left for the rings of the pair.

@@ -89,7 +89,7 @@ class Exchange {
         RJ_TRY(Move(to, target->TryWrite(Rest(out, sent)), &sent, &moved));
       if (sent == out.iov_len && !flushed) {
         const Result<bool> all = target->Flush();
-        if (!all.ok()) return Status(all.status().code(), all.status().message(), to);
+        if (!all.ok()) return WithPeer(all.status(), to);
         flushed = all.value();
       }
       if (received < in.iov_len)
@@ -126,7 +126,7 @@ class Exchange {
   }
 
   static Status Move(int peer, Result<size_t> n, size_t* done, bool* moved) {
-    if (!n.ok()) return Status(n.status().code(), n.status().message(), peer);
+    if (!n.ok()) return WithPeer(n.status(), peer);
     *done += n.value();
     *moved |= n.value() > 0;
     return OkStatus();

@@ -141,7 +141,7 @@ class PlanRun {
     while (true) {
       bool moved = false, left = false;
       RunCopies(&moved, &left);
-      for (int peer : plan_.peers) RJ_TRY(WithPeer(peer, Serve(peer, &moved, &left)));
+      for (int peer : plan_.peers) RJ_TRY(WithPeer(Serve(peer, &moved, &left), peer));
       if (!left) return OkStatus();
       if (moved) {
         waiter_->Progressed();
@@ -481,11 +481,6 @@ class PlanRun {
                       std::to_string(got.sequence) + ", " + std::to_string(got.bytes) +
                       " bytes; expected seq " + std::to_string(frame_.sequence) + ", " +
                       std::to_string(bytes) + " bytes)");
-  }
-
-  static Status WithPeer(int peer, Status status) {
-    if (status.ok()) return status;
-    return Status(status.code(), status.message(), peer);
   }
 
   std::vector<Waiter::Interest> Interests() const {
