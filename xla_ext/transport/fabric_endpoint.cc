@@ -272,7 +272,7 @@ Result<uint64_t> FabricEndpoint::Insert(const std::string& address) {
   uint64_t peer = ofi::kAddrUnspec;
   const int inserted = av_->ops->insert(av_, address.data(), 1, &peer, 0, nullptr);
   if (inserted == 1) return peer;
-  return Status(Code::kUnavailable, "fi_av_insert refuses its address");
+  return Status(Code::kUnavailable, "has an address that fi_av_insert refuses");
 }
 
 void FabricEndpoint::Remove(uint64_t peer) { av_->ops->remove(av_, &peer, 1, 0); }
@@ -310,7 +310,7 @@ FabricEndpoint::Posted FabricEndpoint::Outcome(const char* call, ssize_t code,
   if (code == -ofi::kEagain) return Posted::kLater;
   operation->under_way = code == 0;
   if (code == 0) return Posted::kYes;
-  if (status_.ok()) status_ = library_->Check(call, code);
+  if (status_.ok()) status_ = Unreachable(library_->Check(call, code).message());
   return Posted::kFailed;
 }
 
@@ -337,6 +337,10 @@ void FabricEndpoint::Cancel(Operation* operation) {
   if (operation->under_way) ep_->ops->cancel(&ep_->fid, operation);
 }
 
+Status FabricEndpoint::Unreachable(const std::string& why) const {
+  return Status(Code::kUnavailable, "cannot be reached over " + provider_ + ": " + why);
+}
+
 void FabricEndpoint::Complete(void* context, size_t bytes, const Status& status) {
   auto* const operation = static_cast<Operation*>(context);
   operation->under_way = false;
@@ -350,7 +354,7 @@ void FabricEndpoint::ReadError() {
   const ssize_t read = cq_->ops->readerr(cq_, &error, 0);
   if (read == -ofi::kEagain) return;
   if (read < 0) {
-    status_ = library_->Check("fi_cq_readerr", read);
+    status_ = Unreachable(library_->Check("fi_cq_readerr", read).message());
     return;
   }
   std::string text = library_->StrError(error.err) ?: "unknown error";
@@ -359,7 +363,7 @@ void FabricEndpoint::ReadError() {
       cq_->ops->strerror(cq_, error.prov_errno, error.err_data, buffer, sizeof buffer);
   if (detail != nullptr && *detail != '\0' && text != detail)
     text.append(" (").append(detail).append(")");
-  const Status failed(Code::kUnavailable, provider_ + ": " + text);
+  const Status failed = Unreachable(text);
   if (error.op_context != nullptr)
     Complete(error.op_context, 0, failed);
   else
@@ -382,7 +386,7 @@ bool FabricEndpoint::Poll() {
       ReadError();
       any = true;
     } else if (n < 0) {
-      status_ = library_->Check("fi_cq_read", n);
+      status_ = Unreachable(library_->Check("fi_cq_read", n).message());
     }
   }
   return any;

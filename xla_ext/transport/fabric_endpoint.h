@@ -115,6 +115,8 @@ class FabricEndpoint {
   Posted Outcome(const char* call, ssize_t code, Operation* operation);
   void Complete(void* context, size_t bytes, const Status& status);
   void ReadError();
+  // Continues "rank 3 ..." with the reason why nothing moves to or from a peer.
+  Status Unreachable(const std::string& why) const;
 
   FabricOptions options_;
   std::string provider_, address_;

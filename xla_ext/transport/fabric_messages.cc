@@ -25,12 +25,10 @@ constexpr uint64_t kLooksPerLifeline = 64;
 constexpr int kCancelTurns = 2000;
 constexpr size_t kSealBytes = Cipher::kTagBytes;
 
-Status PeerClosed() {
-  return Status(Code::kUnavailable, "the peer closed the connection");
-}
+Status PeerClosed() { return Status(Code::kUnavailable, "has closed the connection"); }
 Status Nonsense(const std::string& what) {
   return Status(Code::kUnavailable,
-                "its messages over the fabric are damaged: " + what);
+                "has sent damaged messages over the fabric: " + what);
 }
 
 // Checks that both ends can exchange messages.
@@ -41,17 +39,18 @@ Status CheckGreeting(const FabricGreeting& g, const FabricEndpoint& endpoint,
     return Nonsense("it greets in an unknown format");
   if (g.protocol != endpoint.protocol())
     return Status(Code::kUnavailable,
-                  "its libfabric speaks protocol " + std::to_string(g.protocol) +
-                      ", this one's '" + endpoint.provider() + "' protocol " +
+                  "has a libfabric that speaks protocol " + std::to_string(g.protocol) +
+                      "; '" + endpoint.provider() + "' of this rank speaks " +
                       std::to_string(endpoint.protocol()));
   if (g.slot_bytes != own.slot_bytes || g.slots != static_cast<uint64_t>(own.slots))
-    return Status(Code::kUnavailable, "it has " + std::to_string(g.slots) +
-                                          " slots of " + std::to_string(g.slot_bytes) +
+    return Status(Code::kUnavailable, "has " + std::to_string(g.slots) + " slots of " +
+                                          std::to_string(g.slot_bytes) +
                                           " bytes, this rank " +
                                           std::to_string(own.slots) + " of " +
                                           std::to_string(own.slot_bytes));
   if (g.sealed != static_cast<uint64_t>(sealed))
-    return Status(Code::kUnavailable, "only one end encrypts");
+    return Status(Code::kUnavailable,
+                  "disagrees with this rank: only one end encrypts");
   if (g.address_bytes != endpoint.address().size())
     return Nonsense("it greets with an impossible address");
   return OkStatus();
