@@ -17,10 +17,17 @@ from ringjax.config import Config
 from ringjax.control import addresses as address
 from ringjax.errors import StartupError
 
+# The first text is for a host without the library, the second for one without the
+# provider.
 _INSTALL = (
     "install libfabric (apt-get install libfabric1, dnf install libfabric, or the "
     "installer of the card's vendor), set RINGJAX_FABRIC_LIBRARY to its "
     "libfabric.so.1, or set RINGJAX_FABRIC=off for TCP"
+)
+_CHOOSE = (
+    "set RINGJAX_FABRIC to one of these, install the driver of the card, set "
+    "RINGJAX_FABRIC_LIBRARY to another libfabric.so.1, or set RINGJAX_FABRIC=off for "
+    "TCP"
 )
 
 
@@ -100,18 +107,6 @@ def probe(config: Config) -> dict[str, Any]:
     )
 
 
-def remedy(found: dict[str, Any]) -> str:
-    """Returns what to do about the error of a probe."""
-    if not found["path"]:
-        return _INSTALL
-    known = ", ".join(found["providers"]) or "none"
-    return (
-        f"{_library(found)} has these providers here: {known}. Set RINGJAX_FABRIC to "
-        "one of them, install the driver of the card, set RINGJAX_FABRIC_LIBRARY to "
-        "another libfabric.so.1, or set RINGJAX_FABRIC=off for TCP"
-    )
-
-
 def find(config: Config, who: str) -> FabricProvider:
     """Returns the provider of RINGJAX_FABRIC on this host. `who` names the rank.
 
@@ -121,7 +116,7 @@ def find(config: Config, who: str) -> FabricProvider:
     if found["error"]:
         raise StartupError(
             f"ringjax.init: {who} has RINGJAX_FABRIC={config.fabric}, but "
-            f"{found['error']}: {remedy(found)}"
+            f"{found['error']}: {_CHOOSE if found['path'] else _INSTALL}"
         )
     return FabricProvider(
         found["provider"], found["protocol"], found["domain"], _library(found)

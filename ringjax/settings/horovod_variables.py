@@ -22,7 +22,8 @@ _WITHOUT_EFFECT: tuple[tuple[str, str], ...] = (
     ),
     ("ringjax uses neither MPI, Gloo nor oneCCL as a controller", "CONTROLLER"),
     (
-        "the transports are always shared memory inside a host and TCP between hosts",
+        "the transports are shared memory inside a host, and TCP or RINGJAX_FABRIC "
+        "between hosts",
         "CPU_OPERATIONS",
     ),
     (

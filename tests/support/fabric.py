@@ -57,7 +57,7 @@ NO_LIBRARY = dict.fromkeys(PROBED, "") | {
     "providers": [],
     "error": "libfabric.so.1: cannot open shared object file",
 }
-NO_PROVIDER = PROBED | {"error": "it has no provider verbs"}
+NO_PROVIDER = PROBED | {"error": "no provider 'verbs'; it has efa, tcp"}
 
 
 @pytest.fixture
