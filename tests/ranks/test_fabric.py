@@ -311,3 +311,17 @@ def test_a_rank_with_another_fabric_fails_at_the_start(
     for text in texts:
         assert text in job.output(1), job.logs()
         assert text in job.launcher_output(), job.logs()
+
+
+def test_libfabric_uses_the_chosen_interface(start_job: StartJob) -> None:
+    script = """
+from dataclasses import replace
+from ringjax.config import Config
+from ringjax.links import fabric
+
+# By itself, libfabric takes a loopback interface last.
+chosen = fabric.find(replace(Config.from_env(), network_interfaces="lo"), "rank 0")
+assert chosen.domain == "lo", chosen
+"""
+    job = start_job(1, script, env=fabric_env())
+    assert job.wait(50) == 0, job.logs()
