@@ -190,7 +190,8 @@ class Config:
     fabric_slot: int = _setting(
         1 << 18,
         parsers.power_of_two(1 << 13, 1 << 22),
-        "Bytes of the longest message that a link of RINGJAX_FABRIC sends.",
+        "Bytes of the longest message on a fabric. A rank pins up to 16 times as many "
+        "for a peer with long messages, and 65 KiB for each other peer.",
     )
     algorithm: str = _setting(
         "", str, "Algorithm to use: ring, or allreduce:ring,broadcast:binomial"

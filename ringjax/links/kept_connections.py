@@ -4,7 +4,8 @@ A handshake takes more CPU time than the rest of a connection. So surviving rank
 their control connections: the heartbeat of the epoch that is over releases them
 (_native.Heartbeat.release), each rank announces the next epoch on them, and LinkFactory
 uses those on which the peer announces the same epoch. Encrypted connections are not
-kept, because their state is in the native core.
+kept, because their state is in the native core. Nor are sockets for data, among them
+those of RINGJAX_FABRIC, so no message of an earlier epoch can arrive in a later one.
 
 If one rank of a pair closes its connection, the other rank sees the end, and both
 connect anew. So the two ranks of a pair never wait for different connections.

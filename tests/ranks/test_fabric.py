@@ -15,6 +15,9 @@ from support.launch import Job, StartJob
 
 pytestmark = needs_fabric
 
+# Longer than a test, so that no timeout can be the cause of an error.
+NO_TIMEOUTS = {"failure_timeout": "600", "collective_timeout": "600"}
+
 # The ranks 0, 2, 4 … are on one host, and the others are on another.
 HEAD = """
 import hashlib, os, signal, sys, time
@@ -158,6 +161,35 @@ def test_encrypted_links_have_the_results_of_tcp(start_job: StartJob) -> None:
         assert results(sealed, rank) == results(plain, rank) != []
 
 
+def test_links_are_made_when_a_call_needs_them(start_job: StartJob) -> None:
+    """Ranks 3 apart have no link at first; then one of them is killed."""
+    script = """
+ringjax.init()
+before = ringjax.stats()["transports"]["ofi_tcp"]
+moved = eager.alltoall(np.arange(size) + 100 * rank, name="all")
+assert moved.tolist() == [100 * other + rank for other in range(size)]
+native = runtime.communicator()
+which = _native.COLLECTIVES["alltoall"], 0
+x, out = np.arange(size) + 100 * rank, np.zeros(size, "i8")
+native.execute(*which, [x], [out], counts=[1] * 2 * size, name="all")
+assert out.tolist() == moved.tolist()
+assert ringjax.stats()["transports"]["ofi_tcp"] > before
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        eager.alltoall(np.arange(size), name="again")
+except errors.PeerLost as error:
+    caught(error)
+    raise
+"""
+    env = fabric_env(algorithm="alltoall:pairwise", **NO_TIMEOUTS)
+    job = start_job(8, HEAD + script, env=env)
+    assert job.wait(55) == 128 + signal.SIGKILL, job.logs()
+    for rank in {*range(8)} - {3}:
+        assert "rank 3" in job.output(rank).partition("caught")[2], job.logs()
+
+
 def test_links_are_counted_under_the_name_of_the_provider(start_job: StartJob) -> None:
     script = """
 ringjax.init()
@@ -219,10 +251,6 @@ except errors.PeerLost as error:
     for rank in (0, 2):
         job.wait_for(rank, "caught PeerLost")
         assert "rank 1" in job.output(rank).partition("caught")[2]
-
-
-# Longer than a test, so that no timeout can be the cause of an error.
-NO_TIMEOUTS = {"failure_timeout": "600", "collective_timeout": "600"}
 
 
 # elastic/test_recovery.py has the other phases of a call, which only elastic jobs pass.
