@@ -236,8 +236,9 @@ class Epoch:
         except _native.StatusError as error:
             if not fabric.is_wanted(self.config):
                 raise
-            text = f"{name}: rank {self.rank_info.rank}: {error}"
             lost = ranks[error.rank] if 0 <= error.rank < len(ranks) else -1
+            named = lost if lost >= 0 else self.rank_info.rank
+            text = f"{name}: rank {named} {error}"
             raise from_code(error.code, text, lost) from error
 
     def connect(
