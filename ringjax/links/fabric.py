@@ -87,13 +87,18 @@ def options(config: Config, local_rank: int) -> dict[str, str | float] | None:
     """
     if not is_wanted(config):
         return None
+    # The core waits for the peers, so that a fabric which does not connect them is an
+    # error of init. An elastic job does not wait: a rank that waits for a peer of an
+    # epoch that is over would not take part in the next epoch. Its links connect when
+    # they are first used, and calls end with their epoch.
+    wait = 0.0 if config.elastic else config.start_timeout
     return {
         "library": config.fabric_library,
         "provider": config.fabric,
         "source": source_address(config),
         "slot_bytes": config.fabric_slot,
         "local_rank": local_rank,
-        "seconds": config.start_timeout,
+        "seconds": wait,
     }
 
 
