@@ -193,11 +193,11 @@ Status FabricEndpoint::Init(const FabricOptions& options) {
   if (info_ == nullptr) return NoProvider(*library_, options);
   provider_ = ProviderOf(*info_);
   registers_ = (info_->domain_attr->mr_mode & ofi::kMrLocal) != 0;
-  if (options.slot_bytes > info_->ep_attr->max_msg_size)
+  if (options.slot_bytes + kLargeSlotExtra > info_->ep_attr->max_msg_size)
     return Status(Code::kInvalidArgument,
                   provider_ + " sends at most " +
                       std::to_string(info_->ep_attr->max_msg_size) +
-                      " bytes in a message, fewer than a slot has");
+                      " bytes in a message, fewer than a slot needs");
   RJ_TRY(library_->Check("fi_fabric",
                          library_->OpenFabric(info_->fabric_attr, &fabric_, nullptr)));
   RJ_TRY(library_->Check("fi_domain",

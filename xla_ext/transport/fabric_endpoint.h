@@ -23,11 +23,16 @@
 
 namespace ringjax {
 
+// A large slot has FabricOptions::slot_bytes for the caller, and this for headers: that
+// of a message, its tag, and those that the engine sends before its data. Otherwise
+// each segment of the engine (256 KiB) would end in a second, tiny message.
+inline constexpr size_t kLargeSlotExtra = 128;
+
 struct FabricOptions {
   std::string library;   // a path; empty: the loader searches
   std::string provider;  // "verbs"; "efa:rdmap0s6-rdm" names a domain as well
   std::string source;    // the IP address of this rank on the fabric; may be empty
-  size_t slot_bytes = 256 << 10;  // a multiple of 16
+  size_t slot_bytes = 256 << 10;  // the size of a large slot; a multiple of 16
   int slots = 8;                  // large slots of a link in each direction
   int local_rank = 0;             // picks a card if the provider has several
 };

@@ -314,11 +314,11 @@ void FabricMessages::AddCredits(const FabricHeader& header) {
 void FabricMessages::OpenLarge(SlotRing* ring, bool sends) {
   const FabricOptions& options = endpoint_->options();
   const size_t count = static_cast<size_t>(options.slots);
-  auto memory = SlotMemory::Map(endpoint_.get(), count * options.slot_bytes);
+  const size_t bytes = options.slot_bytes + kLargeSlotExtra;
+  auto memory = SlotMemory::Map(endpoint_.get(), count * bytes);
   if (!memory.ok()) return Break(memory.status());
   buffers_->memory.push_back(std::move(memory.value()));
-  ring->Open(buffers_->memory.back().get(), this, kLargeSlots, sends, count,
-             options.slot_bytes);
+  ring->Open(buffers_->memory.back().get(), this, kLargeSlots, sends, count, bytes);
   for (Slot& slot : ring->slots())
     if (!sends) Recycle(&slot);
 }
