@@ -190,7 +190,7 @@ class Config:
     fabric_slot: int = _setting(
         1 << 18,
         parsers.power_of_two(1 << 13, 1 << 22),
-        "Bytes of the longest message on a fabric. A rank pins up to 16 times as many "
+        "Bytes of the longest message on a fabric. A rank pins up to 8 times as many "
         "for a peer with long messages, and 65 KiB for each other peer.",
     )
     algorithm: str = _setting(

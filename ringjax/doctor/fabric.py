@@ -15,7 +15,7 @@ from ringjax.links import standing
 
 # Providers over sockets or shared memory, which pin no memory.
 _SOFTWARE = ("tcp", "net", "sockets", "udp", "shm", "sm2")
-_SLOTS = 2 * 8  # long messages that a link can have under way, in both directions
+_SLOTS = 2 * 4  # long messages that a link can have under way, in both directions
 
 
 def provider(host: HostContext) -> Iterator[Finding]:
