@@ -24,7 +24,8 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Most modules of the frameworks are never imported: no bytecode before one is.
 export PIP_NO_COMPILE := 1
 
-SOURCES := $(shell PATH='$(PATH)'; find xla_ext tests/native tests/fuzz tests/cuda_stub benchmarks/limit benchmarks/peers benchmarks/hosts \
+SOURCES := $(shell PATH='$(PATH)'; find xla_ext tests/native tests/fuzz tests/cuda_stub tests/ofi_stub \
+  benchmarks/limit benchmarks/peers benchmarks/hosts \
   -name '*.h' -o -name '*.cc' -o -name '*.cu')
 NATIVE := CMakeLists.txt $(filter xla_ext/%,$(SOURCES)) $(wildcard xla_ext/cuda/*)
 TESTS ?=
