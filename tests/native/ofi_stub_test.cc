@@ -236,6 +236,14 @@ TEST(MemoryThatCannotBeLockedIsAnErrorThatSaysWhatToRaise) {
   CHECK(status.code() == Code::kFailedPrecondition && Has(status, "ulimit -l"));
 }
 
+TEST(TooFewReceivesForAllSlotsAreAnError) {
+  if (!OnStub(__func__)) return;
+  Ends ends = UnequalEnds({{"OFI_STUB_RX", "10"}});  // the small slots need 8
+  const Status status = Stream(&ends, 1, 3'000'000);
+  CHECK(status.code() == Code::kFailedPrecondition);
+  CHECK(Has(status, "needs more receives for its links than the 10 that stub"));
+}
+
 // A pair of a large job that exchanges short messages only has no large slots.
 TEST(LargeSlotsAreRegisteredForLongMessagesOnly) {
   if (!OnStub(__func__)) return;

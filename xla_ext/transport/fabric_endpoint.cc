@@ -28,6 +28,9 @@ constexpr int kMostSlots = 4096;
 // The time after which a sleeping rank looks again if the provider cannot wake it.
 constexpr long kTimerNanoseconds = 100'000;
 constexpr std::chrono::milliseconds kClosing(500);
+// Refusals in a row after which no receive will become free: the completion queue has
+// been read before each attempt.
+constexpr int kMostFullRefusals = 1000;
 
 // Restores the signal handlers that libraries replace. Debian's libfabric 1.17 takes
 // six signals when it is loaded, among them Ctrl-C, which is Python's.
@@ -327,10 +330,28 @@ FabricEndpoint::Posted FabricEndpoint::Receive(void* data, size_t bytes,
                                                ofi::Mr* registered, uint64_t tag,
                                                Operation* operation) {
   void* const key = registered != nullptr ? registered->mem_desc : nullptr;
-  return Outcome(
+  const Posted posted = Outcome(
       "fi_trecv",
       ep_->tagged->recv(ep_, data, bytes, key, ofi::kAddrUnspec, tag, 0, operation),
       operation);
+  const bool full = posted == Posted::kLater && receives_ >= info_->rx_attr->size;
+  full_refusals_ = full ? full_refusals_ + 1 : 0;
+  if (full_refusals_ > kMostFullRefusals) return TooManyReceives();
+  operation->receives = posted == Posted::kYes;
+  receives_ += operation->receives;
+  return posted;
+}
+
+// Every slot needs its receive, so waiting would not help: the peers of the links that
+// have none would wait, too.
+FabricEndpoint::Posted FabricEndpoint::TooManyReceives() {
+  if (status_.ok())
+    status_ = Status(Code::kFailedPrecondition,
+                     "needs more receives for its links than the " +
+                         std::to_string(info_->rx_attr->size) + " that " + provider_ +
+                         " accepts: raise that limit (for example "
+                         "FI_OFI_RXM_RX_SIZE or FI_CXI_DEFAULT_RX_SIZE)");
+  return Posted::kFailed;
 }
 
 void FabricEndpoint::Cancel(Operation* operation) {
@@ -344,6 +365,7 @@ Status FabricEndpoint::Unreachable(const std::string& why) const {
 void FabricEndpoint::Complete(void* context, size_t bytes, const Status& status) {
   auto* const operation = static_cast<Operation*>(context);
   operation->under_way = false;
+  receives_ -= std::exchange(operation->receives, false);
   operation->received = bytes;
   if (operation->owner != nullptr) operation->owner->Completed(operation, status);
 }

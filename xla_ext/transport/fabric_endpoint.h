@@ -62,6 +62,7 @@ class FabricEndpoint {
     ofi::Context context;  // first, because a completion returns its address
     Owner* owner = nullptr;
     bool under_way = false;
+    bool receives = false;
     size_t received = 0;  // bytes
   };
   enum class Posted { kYes, kLater, kFailed };
@@ -120,6 +121,7 @@ class FabricEndpoint {
   Posted Outcome(const char* call, ssize_t code, Operation* operation);
   void Complete(void* context, size_t bytes, const Status& status);
   void ReadError();
+  Posted TooManyReceives();
   // Continues "rank 3 ..." with the reason why nothing moves to or from a peer.
   Status Unreachable(const std::string& why) const;
 
@@ -136,6 +138,8 @@ class FabricEndpoint {
   int wait_fd_ = -1;  // becomes readable when the completion queue does; or -1
   std::optional<Descriptor> timer_;  // wakes a sleeping rank if there is no wait_fd_
   bool registers_ = false;
+  size_t receives_ = 0;    // under way
+  int full_refusals_ = 0;  // refusals in a row (kMostFullRefusals)
   uint64_t tags_ = 0, keys_ = 0;
   pid_t process_ = 0;
   Status status_;
