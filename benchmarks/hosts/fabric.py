@@ -25,7 +25,7 @@ from benchmarks.harness.report import bytes_text, columns
 from benchmarks.hosts.layouts import parse_size
 from ringjax import _native
 
-KINDS = ["tcp:1", "tcp:4", "fabric:tcp:64:16", "fabric:tcp:256:8", "fabric:tcp:1024:4"]
+KINDS = ["tcp:1", "tcp:4", "fabric:tcp:64:16", "fabric:tcp:256:4", "fabric:tcp:512:4"]
 WHICH = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"]
 PORT, BURST, MOST_CALLS = 29500, 0.15, 300
 

@@ -18,7 +18,7 @@ from support.launch import ROOT, environment
 PROGRAMS = (
     *("allreduce", "by_ranks", "collectives", "memory", "output", "stragglers"),
     *("training", "elastic.losses", "elastic.strangers", "gpu.check"),
-    *("hosts.collectives", "hosts.many_ranks"),
+    *("hosts.collectives", "hosts.fabric", "hosts.many_ranks"),
 )
 
 
