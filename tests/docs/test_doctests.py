@@ -19,15 +19,16 @@ gc.disable()
 import ringjax
 
 ENGINES = {"ray": "ray", "spark": "pyspark", "mxnet": "mxnet"}
+ENGINES["lightning"] = "lightning"
 root = pathlib.Path(ringjax.__file__).parent
 failed = attempted = 0
 for path in sorted(root.rglob("*.py")):
     parts = path.relative_to(root.parent).with_suffix("").parts
-    needs_torch = any(part.startswith("torch") for part in parts)
+    needs_torch = any(part.startswith(("torch", "lightning")) for part in parts)
     if parts[-1] == "__main__" or needs_torch != (sys.argv[1] == "torch"):
         continue
     if parts[1] in ENGINES and importlib.util.find_spec(ENGINES[parts[1]]) is None:
-        continue  # these modules import Ray, PySpark or MXNet at their top
+        continue  # these modules import the engine at their top
     module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
     result = doctest.testmod(module)
     failed, attempted = failed + result.failed, attempted + result.attempted

@@ -81,7 +81,8 @@ def run(command: list[str]) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    on_engines = {"spark_torch.py"}  # tests/engines/spark_example_jobs.py
+    # See tests/engines/spark_example_jobs.py and tests/lightning/test_jobs.py.
+    on_engines = {"spark_torch.py", "lightning_digits.py"}
     assert {
         path.name for path in EXAMPLES.glob("*.py")
     } == SHORT_RUNS.keys() | on_engines

@@ -21,7 +21,7 @@ from support.tree import Check, Tree, expect_offences, report
 # its own layer and from lower layers.
 LAYERS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
-    | {"doctor", "explain", "top", "__main__", "mxnet"},
+    | {"doctor", "explain", "top", "__main__", "mxnet", "lightning"},
     {"optim", "sync", "elastic", "observe", "tuning", "profile"},
     {"collectives", "compression"},
     {"xla", "eager"},
@@ -53,11 +53,13 @@ JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}
 JAX_PRIVATE = {"ringjax.xla.jax_private", "ringjax.xla.jax_client"}
 JAX_PRIVATE |= {"ringjax.xla.tokens"}
-FRAMEWORKS = {*JAX, "flax", "torch", "tensorflow", "keras", "mxnet"}
+FRAMEWORKS = {*JAX, "flax", "torch", "lightning", "tensorflow", "keras", "mxnet"}
 # Adapters that import several frameworks, because TensorFlow contains Keras, and Keras
 # has backends.
 SEVERAL_FRAMEWORKS = {"tensorflow": {"keras"}, "keras": {"tensorflow", "torch"}}
+SEVERAL_FRAMEWORKS["lightning"] = {"torch"}
 SEVERAL_FRAMEWORKS["spark"] = {"torch", "keras", "flax"}  # one estimator for each
+SEVERAL_FRAMEWORKS["spark"] |= {"lightning"}
 # Modules that may read environment variables other than ringjax's settings: variables
 # that ranks inherit, variables of other launchers, the system's folder for sockets, and
 # settings that NCCL and JAX read when they start.
