@@ -70,6 +70,7 @@ _REDUCTIONS: Mapping[str, ReduceOp] = {
     "prod": Product,
     "product": Product,
 }
+_BARRIER_SECONDS = 1800.0
 _DEVICES = (
     "{class_name}: devices={devices} and num_nodes={nodes} ask for {wanted} processes, "
     "but this job has {size} rank(s), {local} on this host. The strategy starts no "
@@ -168,6 +169,17 @@ class _Gradients(Reducer):
         self._open_passes = 0
         self._open_gradients: list[InFlightGradient] = []
         self._blocked = False
+        self.epoch: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The name of these gradients in operations.
+
+        It has the epoch, because loaders without a length may end at different times.
+        Ranks in different epochs then raise an error, and do not mix their gradients.
+        """
+        epoch = "" if self.epoch is None else f", epoch {self.epoch}"
+        return super().title.replace("the optimizer", "the module") + epoch
 
     def add_module(self, module: torch.nn.Module, prefix: str = "") -> None:
         """Adds the parameters of a module, under their names."""
@@ -324,24 +336,33 @@ class _Ranks:
         return hvd.allreduce(tensor, op=op, **call)
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits until all ranks have called it."""
-        hvd.barrier(self._process_set)
+        """Waits until all ranks have called it.
+
+        Rank 0 may take its time, for `prepare_data` or to write a checkpoint, so the
+        limit is that of torch.distributed. A lost rank still ends the wait at once.
+        """
+        with hvd.collective_timeout(_BARRIER_SECONDS):
+            hvd.barrier(self._process_set)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns the object of rank `src`."""
         root = self._process_set.ranks[src]
         name = "lightning.broadcast"
-        return hvd.broadcast_object(obj, root, name, self._process_set)
+        with hvd.collective_timeout(_BARRIER_SECONDS):
+            return hvd.broadcast_object(obj, root, name, self._process_set)
 
     def all_gather(
         self, tensor: Tensor, group: Any = None, sync_grads: bool = False
     ) -> Tensor:
         """Returns the tensors of all ranks, stacked along a new first dimension.
 
-        With `sync_grads`, the gradient of this rank's tensor is the sum of the
-        gradients of all ranks, as with DDP.
+        With one rank the tensor stays as it is, as Lightning's documentation says. With
+        `sync_grads`, the gradient of this rank's tensor is the sum of the gradients of
+        all ranks, as with DDP.
         """
         ranks, name = self._ranks_of(group), "lightning.all_gather"
+        if ranks.size() == 1:
+            return tensor
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             gathered = hvd.allgather(tensor.unsqueeze(0), name, ranks)
         if gathered.requires_grad:
@@ -528,6 +549,10 @@ class RingjaxStrategy(_Ranks, lightning_pytorch.strategies.ParallelStrategy):
                 "every step needs all ranks. Leave the sampler to Lightning, or pass "
                 f"Trainer(limit_train_batches={int(min(found))})."
             )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Notes the epoch, see `_Gradients.title`."""
+        self._gradients.epoch = self.lightning_module.trainer.current_epoch
 
     def on_validation_start(self) -> None:
         """Gives all ranks the buffers of rank 0, such as running statistics."""

@@ -301,6 +301,18 @@ def test_a_step_that_differs_between_ranks_is_an_error(world, tmp_path) -> None:
         )
 
 
+@pytest.mark.ranks(2, isolated=True)
+def test_ranks_in_different_epochs_do_not_mix_gradients(world, tmp_path) -> None:
+    class Uneven(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(dataset(8 + 4 * hvd.rank()))
+
+    batches = torch.utils.data.DataLoader(Uneven(), 4)
+    message = "has not submitted|epoch 0, 1"
+    with hvd.collective_timeout(3), pytest.raises(RingjaxError, match=message):
+        ringjax_trainer(tmp_path, max_epochs=3).fit(Regression(), batches)
+
+
 @SEVERAL
 def test_what_cannot_work_is_refused_by_name(world, tmp_path) -> None:
     wanted = world.size + 2
@@ -354,6 +366,20 @@ def test_windows_that_the_module_closes_by_hand(world, tmp_path) -> None:
                 first.step()
                 first.zero_grad()
 
+    class Blocked(Window):
+        """Blocks the first pass of a window itself, without the option."""
+
+        def training_step(self, batch: Any, index: int) -> None:
+            if index % 2:
+                return super().training_step(batch, index)
+            with self.trainer.strategy.block_backward_sync():
+                return super().training_step(batch, index)
+
+    rows = 4 * world.size * 6
+    blocked, plain = Blocked(), Window()
+    ringjax_trainer(tmp_path, max_epochs=2).fit(blocked, share(rows, 4))
+    alone_trainer(tmp_path, max_epochs=2).fit(plain, loader(rows, 4 * world.size))
+    assert_equal(blocked, plain)
     module, alone = Window(), Window()
     rows = 4 * world.size * 5
     ringjax_trainer(tmp_path, options=options, max_epochs=2).fit(module, share(rows, 4))
