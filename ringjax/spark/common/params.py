@@ -15,6 +15,7 @@ _IRREGULAR = {
     "val_reader_num_workers": ("ValReaderNumWorker",) * 2,
     "inmemory_cache_all": ("InMemoryCacheAll",) * 2,
     "label_columns": ("LabelColumns", "LabelColoumns"),
+    "num_gpus": ("NumGPUs",) * 2,
 }
 
 
