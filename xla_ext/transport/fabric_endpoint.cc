@@ -118,7 +118,9 @@ Info* Card(Info* list, const FabricOptions& options) {
     const bool known = std::any_of(cards.begin(), cards.end(), [&](const Info* card) {
       return DomainOf(*card) == DomainOf(*info);
     });
-    const bool fits = wanted.empty() || DomainOf(*info) == wanted;
+    // The loopback interface reaches no other host, so it is no second card.
+    const bool fits = wanted.empty() ? cards.empty() || DomainOf(*info) != "lo"
+                                     : DomainOf(*info) == wanted;
     if (fits && !known && ProviderOf(*info) == ProviderOf(*list)) cards.push_back(info);
   }
   if (cards.empty()) return nullptr;
