@@ -6,6 +6,7 @@ program has its own time limit. support/native_build.py builds it.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import native_build
+from support import fabric, native_build
 
 
 class NativeFailure(Exception):
@@ -35,6 +36,7 @@ class NativeTest(pytest.Item):
     def runtest(self) -> None:
         done = subprocess.run(
             [self.program, f"={self.name}"],
+            env={"RINGJAX_FABRIC_LIBRARY": fabric.library(), **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from ringjax import _native
-
 _WHEEL = Path(sys.prefix, "libfabric", "lib", "mpich", "libfabric.so.1")
 
 
@@ -64,5 +62,5 @@ NO_PROVIDER = PROBED | {"error": "no provider 'verbs'; it has efa, tcp"}
 def probed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Returns the result of the fake probe, which a test may change."""
     found: dict[str, Any] = dict(PROBED)
-    monkeypatch.setattr(_native, "fabric_probe", lambda *args: found)
+    monkeypatch.setattr("ringjax._native.fabric_probe", lambda *args: found)
     return found
