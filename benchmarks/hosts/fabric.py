@@ -30,49 +30,53 @@ WHICH = _native.COLLECTIVES["allreduce"], _native.REDUCE_OPS["Sum"]
 PORT, BURST, MOST_CALLS = 29500, 0.15, 300
 
 
-def connect(rank: int, count: int) -> list[socket.socket]:
-    """Connects the two processes `count` times."""
-    if rank == 0:
-        with socket.create_server((address_of(0), PORT)) as server:
-            found = [server.accept()[0] for _ in range(count)]
-    else:
-        found = [patient((address_of(0), PORT)) for _ in range(count)]
-    for sock in found:
+class Peer:
+    """Makes connections to the other process, each of which both ask for in turn."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.address, other = os.environ["BENCHMARK_ADDRESSES"].split(",")[
+            :: 1 - 2 * rank
+        ]
+        # One listener for all: a connection that waits at a closed one would be lost.
+        self.listener = (
+            socket.create_server((self.address, PORT)) if rank == 0 else None
+        )
+        self._where = other, PORT
+
+    def connect(self) -> socket.socket:
+        sock = self.listener.accept()[0] if self.listener else self._patient()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
+        return sock
+
+    def _patient(self) -> socket.socket:
+        for _ in range(200):
+            try:
+                return socket.create_connection(self._where)
+            except OSError:
+                time.sleep(0.05)
+        raise ConnectionError(f"nobody listens at {self._where}")
 
 
-def address_of(rank: int) -> str:
-    return os.environ["BENCHMARK_ADDRESSES"].split(",")[rank]
-
-
-def patient(where: tuple[str, int]) -> socket.socket:
-    for _ in range(200):
-        try:
-            return socket.create_connection(where)
-        except OSError:
-            time.sleep(0.05)
-    raise ConnectionError(f"nobody listens at {where}")
-
-
-def communicator(index: int, kind: str, rank: int) -> Any:
+def communicator(index: int, kind: str, peer: Peer) -> Any:
     """Makes a communicator of both processes with links of a kind."""
     what, *rest = kind.split(":")
     fabric: dict[str, float | str] | None = None
     if what == "fabric":
         library = os.environ.get("RINGJAX_FABRIC_LIBRARY", "")
-        fabric = {"library": library, "provider": rest[0], "source": address_of(rank)}
+        fabric = {"library": library, "provider": rest[0], "source": peer.address}
         fabric |= {"slot_bytes": int(rest[1]) << 10, "slots": int(rest[2])}
-    sockets = connect(rank, 1 if fabric else int(rest[0]))
+    flows = 1 if fabric else int(rest[0])
+    sockets = [peer.connect().detach() for _ in range(flows)]
     return _native.Communicator(
         id=index + 1,
         name=kind,
         job=1,
         epoch=0,
-        rank=rank,
+        rank=peer.rank,
         hosts=[0, 1],
         members=[0, 1],
-        links=[(1 - rank, [sock.detach() for sock in sockets], [])],
+        links=[(1 - peer.rank, sockets, [])],
         options={},
         fabric=fabric,
         registered=False,
@@ -81,8 +85,9 @@ def communicator(index: int, kind: str, rank: int) -> Any:
 
 def time_in_turns(rank: int, kinds: list[str], sizes: list[int], rounds: int) -> Any:
     """Returns the seconds of each call, by size and kind."""
-    control = connect(rank, 1)[0]
-    worlds = [communicator(i, kind, rank) for i, kind in enumerate(kinds)]
+    peer = Peer(rank)
+    control = peer.connect()
+    worlds = [communicator(i, kind, peer) for i, kind in enumerate(kinds)]
     spent: dict[tuple[int, str], list[float]] = defaultdict(list)
     for turn in range(rounds + 1):
         for size in sizes:
@@ -91,7 +96,7 @@ def time_in_turns(rank: int, kinds: list[str], sizes: list[int], rounds: int) ->
                 each = (place + turn) % len(kinds)
                 control.sendall(b"x")
                 assert control.recv(1) == b"x"
-                calls = measure(worlds[each], data, control, rank)
+                calls = measure(worlds[each], data, control)
                 if turn > 0:
                     spent[size, kinds[each]] += calls
     control.close()
@@ -100,7 +105,7 @@ def time_in_turns(rank: int, kinds: list[str], sizes: list[int], rounds: int) ->
     return spent
 
 
-def measure(world: Any, data: Any, control: socket.socket, rank: int) -> list[float]:
+def measure(world: Any, data: Any, control: socket.socket) -> list[float]:
     """Times calls for about BURST seconds; the first one says how many fit."""
     calls: list[float] = []
     most = 1
