@@ -33,7 +33,7 @@ struct FabricOptions {
   std::string provider;  // "verbs"; "efa:rdmap0s6-rdm" names a domain as well
   std::string source;    // the IP address of this rank on the fabric; may be empty
   size_t slot_bytes = 256 << 10;  // the size of a large slot; a multiple of 16
-  int slots = 4;  // large slots of a link in each direction
+  int slots = 4;                  // large slots of a link in each direction
   int local_rank = 0;             // picks a card if the provider has several
 };
 
