@@ -106,7 +106,7 @@ $(VENV)-mxnet/installed: pyproject.toml $(NATIVE) | $(VENV)/installed-cmake
 
 # Beside Lightning, which pulls others along; its Spark estimator is tested with the engines.
 test-lightning: $(VENV)-lightning/installed  ## Lightning's Trainer and Fabric on 2 and 3 ranks
-	$(VENV)-lightning/bin/pytest -n 0 tests/lightning $(TESTS)
+	$(VENV)-lightning/bin/pytest -n 0 tests/lightning_ranks $(TESTS)
 
 $(VENV)-lightning/installed: pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VENV)-lightning

@@ -541,8 +541,8 @@ class RingjaxStrategy(_Ranks, lightning_pytorch.strategies.ParallelStrategy):
     def on_train_start(self) -> None:
         """Compares the numbers of batches, which the ranks must have alike."""
         self._connect_metrics()
-        batches = self.lightning_module.trainer.num_training_batches
-        found = self.all_gather(torch.tensor(float(batches))).tolist()
+        batches = float(self.lightning_module.trainer.num_training_batches)
+        found = self.all_gather(torch.tensor([batches])).flatten().tolist()
         if len(set(found)) > 1:
             raise ValueError(
                 f"rank {hvd.rank()}: the ranks have {found} batches in an epoch, and "

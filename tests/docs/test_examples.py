@@ -81,7 +81,7 @@ def run(command: list[str]) -> str:
 
 
 def test_every_example_is_tested() -> None:
-    # See tests/engines/spark_example_jobs.py and tests/lightning/test_jobs.py.
+    # See tests/engines/spark_example_jobs.py and tests/lightning_ranks/test_jobs.py.
     on_engines = {"spark_torch.py", "lightning_digits.py"}
     assert {
         path.name for path in EXAMPLES.glob("*.py")

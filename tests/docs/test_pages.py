@@ -17,7 +17,7 @@ from support.documents import RECIPES
 from support.launch import ROOT, StartJob
 
 ON_ENGINES = {f"docs/run/{engine}.md" for engine in ("launchers", "ray", "spark")}
-ON_ENGINES |= {"docs/train/lightning.md"}  # tests/lightning/test_jobs.py
+ON_ENGINES |= {"docs/train/lightning.md"}  # tests/lightning_ranks/test_jobs.py
 ON_ENGINES |= {"docs/train/mxnet.md"}
 PAGES = {
     path.relative_to(ROOT).as_posix(): re.findall(

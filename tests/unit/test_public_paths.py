@@ -73,7 +73,7 @@ FRAMEWORKS["ringjax.keras"] = "tensorflow"
 # The environments of tests/engines and tests/with_mxnet have these frameworks.
 FRAMEWORKS |= {"ringjax.ray": "ray", "ringjax.spark": "pyspark"}
 FRAMEWORKS |= {"ringjax.mxnet": "mxnet"}
-FRAMEWORKS["ringjax.lightning"] = "lightning"  # see tests/lightning
+FRAMEWORKS["ringjax.lightning"] = "lightning"  # see tests/lightning_ranks
 pytestmark = pytest.mark.timeout(120)
 
 
