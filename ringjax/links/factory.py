@@ -535,7 +535,16 @@ class _FactoryRun:
             self._check(lambda: {pair.rank: "it does not answer"})
 
     def _peer_lost(self, pair: PairSetup, why: object) -> PeerLost:
-        return PeerLost(f"{self.what}: rank {pair.rank} is gone: {why}", pair.rank)
+        # A peer whose own links fail closes them just before it tells the coordinator
+        # why, and the reason names the rank that is lost.
+        deadline = time.monotonic() + 0.2
+        departed: dict[int, str] = {}
+        while pair.rank not in departed and time.monotonic() < deadline:
+            time.sleep(0.002)
+            departed = self.factory.loss_monitor.departed_ranks()
+        reason = f"; it {departed[pair.rank]}" if pair.rank in departed else ""
+        text = f"{self.what}: rank {pair.rank} is gone: {why}{reason}"
+        return PeerLost(text, pair.rank)
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
         """Raises an error if a rank is lost, or if the start timeout is over.

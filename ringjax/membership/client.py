@@ -371,7 +371,10 @@ class CoordinatorClient:
         self._send("failure", {"type": "failure", "text": text[:4096]})
 
     def leave(
-        self, lines: Mapping[int, CallProgress] | None = None, epoch: int | None = None
+        self,
+        lines: Mapping[int, CallProgress] | None = None,
+        epoch: int | None = None,
+        error: str = "",
     ) -> None:
         """Announces that this member has finished. The job then admits no newcomers.
 
@@ -380,11 +383,14 @@ class CoordinatorClient:
                 ranks still inside a call detect that the call is complete on this rank.
             epoch: the last epoch that the program used, if a later epoch of kind
                 "restart" or "resize" was announced; pass None for the newest epoch.
+            error: why `init` has failed on this member, for the errors of the others:
+                the lost rank that it names may not be known to them yet.
         """
         last = {str(number): list(line) for number, line in (lines or {}).items()}
         with self._changed:
             own = self.epoch if epoch is None else epoch
-            self._send("leave", {"type": "leave", "epoch": own, "lines": last})
+            message = {"type": "leave", "epoch": own, "lines": last}
+            self._send("leave", message | ({"error": error[:1024]} if error else {}))
 
     def _send(
         self, key: Hashable, message: JsonObject, epoch: int | None = None

@@ -299,9 +299,11 @@ class Epochs:
             self._dismiss_leavers()
 
     def _finish_member(
-        self, worker: int, last: CommitReport | None, now: float
+        self, worker: int, last: CommitReport | None, now: float, error: str
     ) -> None:
         """Removes a member that has finished. The other members are about to finish.
+
+        `error` is the error with which `init` has failed on this member, or "".
 
         `last`, the member's last report, is None if the member finished before it
         received this epoch. Then the workers that joined in this epoch perhaps have not
@@ -309,7 +311,8 @@ class Epochs:
         """
         if last is None:
             self._stateless |= self.epoch.joiners
-        self._remove_member(worker, FINISHED, now, last)
+        why = f"has left the job, because its init failed: {error}"
+        self._remove_member(worker, why if error else FINISHED, now, last)
         self._outbox.publish("finished", worker)
         if self._config.stops_on_loss:
             return  # the worker waits for no reply, and may join again

@@ -181,7 +181,7 @@ class JobMembership(Epochs):
         elif kind == "leave":
             report = commit_decision.parse_report(message)
             last = report if message.get("epoch") == epoch.number else None
-            self._finish_member(worker, last, now)
+            self._finish_member(worker, last, now, str(message.get("error", "")))
             self._exited.pop(worker, None)
         elif message.get("epoch") == epoch.number:
             if kind == "locate":

@@ -69,6 +69,7 @@ class World(EpochSequence):
         self.private_counts: dict[tuple[int, ...], int] = {}
         self.tuned = ""  # the result of autotune, for reports of rank 0
         self.secret = b""  # the job's secret; empty in a job of one process
+        self._start_error = ""
         self._stack_probe: StackProbe | None = None
         self._telemetry: Reporter | TelemetryClient | None = None
         self._recording: ProfileRecording | None = None
@@ -80,7 +81,8 @@ class World(EpochSequence):
             self._log_setting_notes()
         try:
             self._join(launch)
-        except BaseException:
+        except BaseException as error:
+            self._start_error = str(error)
             self.close()
             raise
 
@@ -436,7 +438,8 @@ class World(EpochSequence):
         if in_order and epoch is not None:
             epoch.leave()
         if in_order and client is not None and (epoch is not None or not self.elastic):
-            client.leave(self._final_progress(), self._last_joined)
+            progress = self._final_progress()
+            client.leave(progress, self._last_joined, self._start_error)
         if self.elastic:
             self.stop()
             self.lanes.close()

@@ -211,6 +211,18 @@ def test_the_wrong_secret_is_refused_at_once_and_logged_once(
     assert "another secret" in job.log[0]
 
 
+def test_a_rank_whose_init_fails_tells_the_others_why(make_job: MakeJob) -> None:
+    """The rank may have noticed a loss before the coordinator has."""
+    job = make_job(3, **STOP_ON_LOSS)
+    _, one, two = job.gather(0, 1, 2)
+    one.leave(error="world: rank 0 is gone: it closed the connection")
+    until(lambda: two.departed_ranks())
+    assert two.departed_ranks()[1] == (
+        "has left the job, because its init failed: world: rank 0 is gone: it closed "
+        "the connection"
+    )
+
+
 def test_another_job_is_refused(make_job: MakeJob) -> None:
     job = make_job(1)
     with pytest.raises(AuthenticationError, match="it belongs to another job"):
