@@ -17,6 +17,8 @@ from typing import Protocol
 HELP = "ringjax explain"
 # Every `Fenced` error contains this text, by which `from_code` recognizes the error.
 FENCED = "was declared lost and must not go on"
+# The core says so of a rank that has announced that it closes its links.
+SHUT_DOWN = "has shut down before this call"
 
 # "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): <problem>"
 _CALL = re.compile(

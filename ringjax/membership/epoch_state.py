@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ringjax.control.member import JsonObject
 from ringjax.control.number_lists import compress
+from ringjax.errors import SHUT_DOWN
 from ringjax.membership import commit_decision
 from ringjax.membership.commit_decision import CommitDecisions, CommitReport
 
@@ -54,6 +55,8 @@ class EpochState:
         # The entries are in the order of these times.
         self._accusations: dict[tuple[int, int], float] = {}
         self._reasons: dict[int, str] = {}  # the first accusation, by accused member
+        # The pairs of which the second member has announced that it closes its links.
+        self._closed_links: set[tuple[int, int]] = set()
 
     def remove(self, worker: int, why: str, last: CommitReport | None = None) -> None:
         """Records that a member has left or is lost.
@@ -75,6 +78,8 @@ class EpochState:
 
     def accuse(self, accuser: int, accused: int, text: str, now: float) -> None:
         """Records that one member cannot reach another."""
+        if SHUT_DOWN in text:
+            self._closed_links.add((accuser, accused))
         self._accusations.setdefault((accuser, accused), now)
         rank = self.rank_of[accuser]
         self._reasons.setdefault(accused, f"{text} (says rank {rank})")
@@ -126,17 +131,25 @@ class EpochState:
 
         Returns the member to exclude and the reason, {} if all members can reach each
         other, or None if it is too early to decide.
+
+        A member that could not connect this epoch closes its links. It can be reached
+        if it has reported, so accusations for this reason exclude nobody.
         """
-        if not self._accusations:
+        accusations = {
+            pair: since
+            for pair, since in self._accusations.items()
+            if pair not in self._closed_links
+        }
+        if not accusations:
             return {}
-        if now < next(iter(self._accusations.values())) + delay:
+        if now < next(iter(accusations.values())) + delay:
             return None
-        pairs = ((self.rank_of[a], self.rank_of[b]) for a, b in self._accusations)
+        pairs = ((self.rank_of[a], self.rank_of[b]) for a, b in accusations)
         joined = {self.rank_of[worker] for worker in self.joiners}
         rank = commit_decision.rank_to_give_up(pairs, joined)
         assert rank is not None
         worker = self.order[rank]
-        is_accused = any(accused == worker for _, accused in self._accusations)
+        is_accused = any(accused == worker for _, accused in accusations)
         why = self._reasons.get(worker) if is_accused else None
         return {worker: why or "it says that it cannot reach the others"}
 

@@ -141,6 +141,21 @@ def test_restart_and_suspicion(make_job: MakeJob) -> None:
     assert next_directive(workers[0], EpochDirective).previous == (0, 1)
 
 
+def test_a_rank_that_could_not_connect_an_epoch_is_not_excluded(
+    make_job: MakeJob,
+) -> None:
+    """It closes its links, which peers that have connected see as a shutdown."""
+    job = make_job(3)
+    workers = job.gather(0, 1, 2)
+    workers[0].suspect(0, 1, f"{errors.SHUT_DOWN} (its program has ended)")
+    for worker in workers:
+        next_directive(worker, Revoke)
+        worker.report(0, {})
+    for worker in workers:
+        members = next_directive(worker, EpochDirective)
+        assert (members.kind, len(members.members)) == ("repair", 3)
+
+
 @both
 def test_exchanges_return_all_values(
     make_job: MakeJob, options: dict[str, Any]
