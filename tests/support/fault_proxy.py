@@ -75,7 +75,7 @@ class FaultProxy:
         self.received = bytearray(), bytearray()
         # asyncio holds tasks only weakly, so the task of a stalled connection would be
         # collected without this reference.
-        self._open: set[asyncio.Task[None] | None] = set()
+        self._open: set[asyncio.Task[None]] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._loop = asyncio.new_event_loop()
@@ -92,7 +92,7 @@ class FaultProxy:
     def cut(self) -> None:
         """Resets all open connections."""
         self._loop.call_soon_threadsafe(
-            lambda: [task.cancel() for task in list(self._open) if task is not None]
+            lambda: [task.cancel() for task in list(self._open)]
         )
 
     def _serve(self) -> None:
@@ -104,26 +104,32 @@ class FaultProxy:
         self._loop.run_until_complete(_end())
         self._loop.close()
 
-    async def _connected(
+    def _connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.connections += 1
-        self._open.add(asyncio.current_task())
-        sound = 0 <= self._times < self.connections
+        task = self._loop.create_task(self._relay(self.connections, reader, writer))
+        self._open.add(task)
+        # A task that is cancelled before it begins runs no `finally`.
+        task.add_done_callback(lambda _: _reset(writer))
+        task.add_done_callback(self._open.discard)
+
+    async def _relay(
+        self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        sound = 0 <= self._times < number
         up, down = (Fault(), Fault()) if sound else self._faults
-        writers = [writer]
+        back = None
         try:
             there, back = await asyncio.open_connection(*self._target)
-            writers.append(back)
             async with asyncio.TaskGroup() as group:
                 group.create_task(_forward(reader, back, up, self.received[0]))
                 group.create_task(_forward(there, writer, down, self.received[1]))
         except* (OSError, _Cut, asyncio.CancelledError):
             pass  # the connection or the proxy ends; asyncio would report an error
         finally:
-            for each in writers:
-                _reset(each)
-            self._open.discard(asyncio.current_task())
+            if back is not None:
+                _reset(back)
 
 
 async def _end() -> None:
