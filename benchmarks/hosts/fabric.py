@@ -53,7 +53,7 @@ class Peer:
         for _ in range(200):
             try:
                 return socket.create_connection(self._where)
-            except OSError:
+            except OSError:  # nothing tells when the other process begins to listen
                 time.sleep(0.05)
         raise ConnectionError(f"nobody listens at {self._where}")
 

@@ -536,8 +536,8 @@ class _FactoryRun:
 
     def _peer_lost(self, pair: PairSetup, why: object) -> PeerLost:
         # A peer whose own links fail closes them just before it tells the coordinator
-        # why, and the reason names the rank that is lost. An elastic job needs no
-        # reason, because it goes on.
+        # why, and the reason names the rank that is lost. Poll, because a LossMonitor
+        # has no event. An elastic job needs no reason, because it goes on.
         wait = 0.0 if self.factory.config.elastic else 0.2
         deadline = time.monotonic() + wait
         departed: dict[int, str] = {}

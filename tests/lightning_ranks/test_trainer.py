@@ -1,4 +1,7 @@
-"""What Trainer does besides steps: precision, metrics, checkpoints, errors."""
+"""Lightning's Trainer on several ranks: precision, metrics, checkpoints and errors.
+
+test_training.py tests the steps themselves.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
 #include <map>
+#include <string>
 #include <thread>
 
 #include "check.h"
@@ -247,8 +249,9 @@ TEST(TooFewReceivesForAllSlotsAreAnError) {
 // A pair of a large job that exchanges short messages only has no large slots.
 TEST(LargeSlotsAreRegisteredForLongMessagesOnly) {
   if (!OnStub(__func__)) return;
-  char log[] = "/tmp/ringjax-registered-XXXXXX";
-  close(mkstemp(log));
+  std::string log = std::filesystem::temp_directory_path() / "ringjax-slots-XXXXXX";
+  const Descriptor created(mkstemp(log.data()));
+  CHECK(created.get() >= 0);
   const auto lines = [&log] {
     std::ifstream text(log);
     size_t bytes = 0, most = 0;
@@ -257,13 +260,13 @@ TEST(LargeSlotsAreRegisteredForLongMessagesOnly) {
         most = std::max(most, bytes);
     return most;
   };
-  setenv("OFI_STUB_LOG", log, 1);
+  setenv("OFI_STUB_LOG", log.c_str(), 1);
   Ends ends = UnequalEnds({});
   CHECK(Stream(&ends, 0, 100).ok());
   CHECK(lines() > 0 && lines() < 100'000);
   CHECK(Stream(&ends, 0, 3'000'000).ok());
   CHECK(lines() > 1'000'000);
-  unlink(log);
+  unlink(log.c_str());
 }
 
 TEST(RanksTakeTheCardsOfAHostInTurn) {

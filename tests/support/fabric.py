@@ -40,7 +40,7 @@ def fabric_env(provider: str = "tcp", **settings: str) -> dict[str, str]:
     return {f"RINGJAX_{name}": text for name, text in variables.items()}
 
 
-# What `_native.fabric_probe` returns.
+# The dict that `_native.fabric_probe` returns on a host with a card for EFA.
 PROBED = {
     "provider": "efa",
     "protocol": 0xB,
