@@ -358,6 +358,46 @@ TEST(LinksOfOneEndpointWakeEachOther) {
   for (std::thread& other : others) other.join();
 }
 
+// The end of an endpoint takes away what its peers have not received: libfabric closes
+// its sockets, and the kernel drops what they hold if one of them has unread bytes.
+TEST(AClosedLinkWaitsForASlowReader) {
+  if (!HasFabric()) return;
+  constexpr size_t kBytes = 60'000;
+  for (int round = 0; round < 5; ++round) {
+    Ends ends = FabricEnds("tcp", 16 << 10, 4);
+    std::thread writer([link = std::move(ends.links[1])]() mutable {
+      CHECK(Swap(link.get(), kBytes));
+      std::vector<std::byte> last(kBytes);
+      for (size_t sent = 0; sent < last.size();) {
+        const iovec rest{last.data() + sent, last.size() - sent};
+        sent += link->TryWrite({&rest, 1}).value();
+      }
+      const auto start = FabricClock::now();
+      while (!link->Close() && FabricClock::now() - start < kLongest)
+        std::this_thread::yield();
+      link.reset();
+    });
+    Link* const reader = ends.links[0].get();
+    CHECK(Swap(reader, kBytes));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100 * round));
+    std::vector<std::byte> in(kBytes);
+    size_t received = 0;
+    Status status;
+    while (status.ok()) {
+      const iovec room{in.data() + received, kBytes - received};
+      const auto read = reader->TryRead({&room, 1});
+      status = read.status();
+      received += read.ok() ? read.value() : 0;
+      if (received == kBytes) break;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    CHECK_EQ(received, kBytes);
+    CHECK(WaitUntilBroken(reader, true).code() == Code::kUnavailable);
+    CHECK(reader->Close());
+    writer.join();
+  }
+}
+
 TEST(APeerThatDoesNotAnswerIsADeadline) {
   if (!HasFabric()) return;
   const auto [one, other] = UnixPair();

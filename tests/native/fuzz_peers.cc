@@ -115,6 +115,7 @@ class Tap final : public Link {
   }
   void Consume(size_t bytes) override { link_->Consume(bytes); }
   Result<bool> Flush() override { return link_->Flush(); }
+  bool Close() override { return link_->Close(); }
   CmaEndpoint* cma() override { return link_->cma(); }
   bool Arm(bool r, bool w, std::vector<pollfd>* fds) override {
     return link_->Arm(r, w, fds);

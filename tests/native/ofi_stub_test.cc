@@ -240,10 +240,10 @@ TEST(MemoryThatCannotBeLockedIsAnErrorThatSaysWhatToRaise) {
 
 TEST(TooFewReceivesForAllSlotsAreAnError) {
   if (!OnStub(__func__)) return;
-  Ends ends = UnequalEnds({{"OFI_STUB_RX", "8"}});  // none is left for large slots
+  Ends ends = UnequalEnds({{"OFI_STUB_RX", "9"}});  // none is left for large slots
   const Status status = Stream(&ends, 1, 3'000'000);
   CHECK(status.code() == Code::kFailedPrecondition);
-  CHECK(Has(status, "needs more receives for its links than the 8 that stub"));
+  CHECK(Has(status, "needs more receives for its links than the 9 that stub"));
 }
 
 // A pair of a large job that exchanges short messages only has no large slots.

@@ -27,7 +27,6 @@ constexpr size_t kLeastSlotBytes = 128, kMostSlotBytes = 64 << 20, kSlotMultiple
 constexpr int kMostSlots = 4096;
 // The time after which a sleeping rank looks again if the provider cannot wake it.
 constexpr long kTimerNanoseconds = 100'000;
-constexpr std::chrono::milliseconds kClosing(500);
 // Refusals in a row after which no receive will become free: the completion queue has
 // been read before each attempt.
 constexpr int kMostFullRefusals = 1000;
@@ -434,12 +433,6 @@ bool FabricEndpoint::Arm(std::vector<pollfd>* fds) {
     if (Poll()) break;
   }
   return true;
-}
-
-std::chrono::steady_clock::time_point FabricEndpoint::ClosingDeadline() {
-  if (!closing_deadline_)
-    closing_deadline_ = std::chrono::steady_clock::now() + kClosing;
-  return *closing_deadline_;
 }
 
 }  // namespace ringjax

@@ -8,7 +8,6 @@
 
 #include <poll.h>
 
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -107,8 +106,6 @@ class FabricEndpoint {
   // Prepares a sleep, as Waitable::Arm does.
   bool Arm(std::vector<pollfd>* fds);
 
-  // The time at which all links that are closed now stop to wait for their peers.
-  std::chrono::steady_clock::time_point ClosingDeadline();
   // Destroys `buffers` after the endpoint, because operations that use them could not
   // be cancelled.
   void Keep(std::shared_ptr<void> buffers) { kept_.push_back(std::move(buffers)); }
@@ -143,7 +140,6 @@ class FabricEndpoint {
   uint64_t tags_ = 0, keys_ = 0;
   pid_t process_ = 0;
   Status status_;
-  std::optional<std::chrono::steady_clock::time_point> closing_deadline_;
   std::vector<std::shared_ptr<void>> kept_;
 };
 

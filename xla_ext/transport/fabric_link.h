@@ -27,6 +27,7 @@ class FabricLink final : public Link {
   Result<std::span<const std::byte>> Peek(size_t limit, size_t granularity) override;
   void Consume(size_t bytes) override { Drop(bytes); }
   Result<bool> Flush() override { return messages_.Flush(); }
+  bool Close() override { return messages_.Close(); }
   bool Arm(bool want_read, bool want_write, std::vector<pollfd>* fds) override;
   void Disarm() override {}
 

@@ -208,14 +208,20 @@ void FabricMessages::SendWaiting() {
 }
 
 // Sends a note if half of the slots of a class are due. The peer has at most twice as
-// many in notes that it has not read, so four slots for notes suffice.
-void FabricMessages::ReturnSlots() {
-  bool due = false;
+// many in notes that it has not read, so four slots for these notes suffice. The last
+// message of a link is a note as well, because a note needs no slot of the peer. The
+// peer that says bye waits for the answer: the end of its endpoint could take away
+// messages that this end has not received.
+void FabricMessages::SendNote() {
+  const bool last = closing_ || bye_;
+  bool due = last;
   for (const SlotClass kind : {kSmallSlots, kLargeSlots})
     due |= owed_[kind] > 0 && owed_[kind] >= (buffers_->in[kind].size() + 1) / 2;
   Slot& note = buffers_->out[kNotes].front();
-  if (!due || !connected_ || bye_ || !unsent_.empty() || note.under_way) return;
-  if (broken_.ok() && lost_.ok()) Dispatch(&note, 0, 0);
+  if (!due || !connected_ || said_bye_ || !unsent_.empty() || note.under_way) return;
+  if (!broken_.ok() || !lost_.ok()) return;
+  said_bye_ = last;
+  Dispatch(&note, 0, last ? kBye : 0);
 }
 
 // -- receiving ----------------------------------------------------------------------
@@ -225,7 +231,7 @@ void FabricMessages::Completed(FabricEndpoint::Operation* operation,
   auto* const slot = static_cast<Slot*>(operation);
   // A send that has failed counts as under way, so that no Flush succeeds after it.
   if (slot->sends && status.ok()) --sends_under_way_;
-  if (closing_ && !status.ok()) return;
+  if (cancelled_ && !status.ok()) return;
   if (!status.ok()) return slot->sends ? Lose(status) : Break(status);
   if (slot->sends) return;
   slot->arrived = true;
@@ -349,7 +355,7 @@ void FabricMessages::Pop() {
   Slot* const slot = accepted_.front();
   accepted_.pop_front();
   Recycle(slot);
-  ReturnSlots();
+  SendNote();
 }
 
 // -- the state ----------------------------------------------------------------------
@@ -361,7 +367,7 @@ bool FabricMessages::Turn() {
   if (!unposted_.empty()) PostWaiting();
   if (!connected_) Connect();
   if (!unsent_.empty()) SendWaiting();
-  ReturnSlots();
+  SendNote();
   return any;
 }
 
@@ -418,19 +424,13 @@ bool FabricMessages::Arm(std::vector<pollfd>* fds) {
   return false;
 }
 
-// Tells the peer that this was all, if it still takes it.
-void FabricMessages::SayBye() {
-  const auto deadline = endpoint_->ClosingDeadline();
-  for (bool said = false; broken_.ok() && lost_.ok() && !bye_;) {
-    if (Slot* const slot = said ? nullptr : FreeSlot(0)) {
-      Dispatch(slot, 0, kBye);
-      said = true;
-    }
-    Turn();
-    LookAtLifeline();
-    if ((said && AllSent()) || FabricClock::now() > deadline) break;
-    std::this_thread::yield();
-  }
+bool FabricMessages::Close() {
+  closing_ = true;
+  Turn();
+  look_now_ = true;
+  LookAtLifeline();
+  return !connected_ || !broken_.ok() || !lost_.ok() ||
+         (said_bye_ && bye_ && AllSent());
 }
 
 FabricMessages::~FabricMessages() {
@@ -438,8 +438,9 @@ FabricMessages::~FabricMessages() {
     new std::shared_ptr<SlotBuffers>(std::move(buffers_));  // the parent uses it
     return;
   }
-  if (connected_) SayBye();
-  closing_ = true;
+  for (int i = 0; i < kCancelTurns && !Close() && !(said_bye_ && AllSent()); ++i) {
+  }
+  cancelled_ = true;
   buffers_->ForEach([this](Slot& slot) { endpoint_->Cancel(&slot); });
   const auto drain = [this] {
     for (int i = 0; i < kCancelTurns && buffers_->UnderWay(); ++i) endpoint_->Poll();

@@ -28,7 +28,7 @@ namespace ringjax {
 
 // One end introduces itself to the other over the lifeline.
 struct FabricGreeting {
-  static constexpr uint32_t kMagic = 0x726a6631;  // changes with FabricHeader, too
+  static constexpr uint32_t kMagic = 0x726a6632;  // changes with FabricHeader, too
 
   uint32_t magic = kMagic;
   uint32_t protocol = 0;  // the provider's
@@ -61,6 +61,7 @@ class FabricMessages final : FabricEndpoint::Owner {
   void Send(Slot* slot, size_t bytes) { Dispatch(slot, bytes, 0); }
   Result<bool> Flush();
   bool AllSent() const { return unsent_.empty() && sends_under_way_ == 0; }
+  bool Close();  // Link::Close
 
   // The first message that has bytes to read, or null.
   const Slot* Front() const { return accepted_.empty() ? nullptr : accepted_.front(); }
@@ -87,8 +88,7 @@ class FabricMessages final : FabricEndpoint::Owner {
   void Dispatch(Slot* slot, size_t bytes, uint32_t flags);
   void Seal(Slot* slot);
   void SendWaiting();
-  void ReturnSlots();
-  void SayBye();
+  void SendNote();
 
   // -- receiving
   void Completed(FabricEndpoint::Operation* operation, const Status& status) override;
@@ -127,9 +127,12 @@ class FabricMessages final : FabricEndpoint::Owner {
 
   std::deque<Slot*> accepted_;  // messages with bytes to read
 
-  uint64_t looks_ = 0;     // counts the calls of LookAtLifeline
-  bool look_now_ = false;  // This rank has slept, so the lifeline may have changed.
-  bool bye_ = false, closing_ = false;
+  uint64_t looks_ = 0;      // counts the calls of LookAtLifeline
+  bool look_now_ = false;   // This rank has slept, so the lifeline may have changed.
+  bool closing_ = false;    // This end says bye as soon as it can.
+  bool said_bye_ = false;   // This end sends no other message any more.
+  bool bye_ = false;        // The peer has said bye.
+  bool cancelled_ = false;  // Operations may fail now.
   std::chrono::steady_clock::time_point last_arrival_;  // set only after a loss
   Status lost_;    // writing fails, and reading if nothing arrives any more
   Status broken_;  // both directions fail

@@ -20,8 +20,8 @@ namespace ringjax {
 enum SlotClass : int { kSmallSlots, kLargeSlots, kNotes, kSlotClasses };
 
 inline constexpr size_t kSmallSlotBytes = 8 << 10, kSmallSlotCount = 4;
-// A sender has at most four notes under way (FabricMessages::ReturnSlots).
-inline constexpr size_t kNoteBytes = 64, kNoteCount = 4;
+// A sender has at most four notes under way (FabricMessages::SendNote), and its bye.
+inline constexpr size_t kNoteBytes = 64, kNoteCount = 5;
 
 // The beginning of each message, in the byte order of the host, as in all links.
 struct FabricHeader {

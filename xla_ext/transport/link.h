@@ -64,6 +64,11 @@ class Link : public Waitable {
 
   // Sends bytes that TryWrite or Commit has only staged. Returns true if none are left.
   virtual Result<bool> Flush() = 0;
+
+  // Tells the peer that no bytes follow. Returns true once the peer has received all
+  // bytes, or is lost; the caller repeats the call until then. A link whose bytes reach
+  // the peer without this end (memory, TCP) has nothing to do.
+  virtual bool Close() { return true; }
 };
 
 // Returns the error of a link to `peer`, with the rank that caused it: the peer, or no

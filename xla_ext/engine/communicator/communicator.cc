@@ -1,9 +1,28 @@
 // Implements Communicator by delegating to its members. See communicator.h.
 #include "engine/communicator/communicator.h"
 
+#include <chrono>
+#include <thread>
+
 #include "engine/communicator/resilient_comm.h"
 
 namespace ringjax {
+namespace {
+
+constexpr std::chrono::seconds kClosing(2);
+constexpr std::chrono::microseconds kBetweenLooks(100);
+
+// A peer that is still in the last call may not have received all bytes of this rank.
+void CloseLinks(const std::vector<std::unique_ptr<Link>>& links) {
+  const auto deadline = std::chrono::steady_clock::now() + kClosing;
+  for (bool all = false; !all && std::chrono::steady_clock::now() < deadline;) {
+    all = true;
+    for (const auto& link : links) all &= !link || link->Close();
+    if (!all) std::this_thread::sleep_for(kBetweenLooks);
+  }
+}
+
+}  // namespace
 
 Communicator::Communicator(CommunicatorOptions options,
                            std::vector<std::unique_ptr<Link>> links,
@@ -14,7 +33,8 @@ Communicator::Communicator(CommunicatorOptions options,
              std::move(segment), std::move(resilient)) {}
 
 Communicator::~Communicator() {
-  Abort(Status(Code::kUnavailable, "the communicator was shut down"));
+  Abort(Status(Code::kUnavailable, kShutDown));
+  if (abort_status().message() == kShutDown) CloseLinks(state_.endpoints.links);
 }
 
 // -- running calls -------------------------------------------------------------------

@@ -64,7 +64,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                std::unique_ptr<Doorbell> doorbell,
                std::unique_ptr<SharedSegment> segment = nullptr,
                std::shared_ptr<ResilientComm> resilient = nullptr);
+  // Waits until the peers have received what this rank has sent, for at most two
+  // seconds, unless an abort has another reason than kShutDown.
   ~Communicator();
+  static constexpr char kShutDown[] = "the communicator was shut down";
 
   int id() const { return state_.id(); }
   int rank() const { return state_.rank(); }

@@ -22,7 +22,7 @@ Overlap::Overlap(std::shared_ptr<Communicator> communicator)
     : communicator_(std::move(communicator)) {}
 
 Overlap::~Overlap() {
-  communicator_->Abort(Status(Code::kUnavailable, "the communicator was shut down"));
+  communicator_->Abort(Status(Code::kUnavailable, Communicator::kShutDown));
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
