@@ -284,8 +284,15 @@ class Epochs:
         if epoch.alive or self._finished:
             return False
         # End the job: a user who makes all ranks leave does not want newcomers instead.
+        self._dismiss_newcomers(list(self._newcomers), "every rank has left")
         self._stop("every rank has left, as it was asked to")
         return True
+
+    def _dismiss_newcomers(self, workers: Iterable[int], why: str) -> None:
+        """Dismisses those of the workers that are newcomers."""
+        for worker in workers:
+            if self._newcomers.pop(worker, None) is not None:
+                self._outbox.dismiss(worker, f"it leaves: {why}")
 
     def _leave_while_waiting(self) -> None:
         """Ends the job if all members that wait for newcomers want to leave.

@@ -172,6 +172,10 @@ class JobMembership(Epochs):
             self._newcomers[worker].ready = True
             self._outbox.publish("ready", worker)
             self._admit(now)
+        elif (
+            kind == "leaving" and worker in self._newcomers and self.phase != "assembly"
+        ):
+            self._dismiss_newcomers(self._config.group_of(worker), "it was asked to")
         elif worker not in epoch.alive:
             return  # the worker is lost, and will receive the message that it is fenced
         elif kind == "leaving":

@@ -194,7 +194,19 @@ def test_when_all_leave_the_job_ends_at_once(min_np: int) -> None:
     assert {job.last(worker)["type"] for worker in (0, 1, 2)} == {"dismissed"}
     assert job.membership.phase == "stopped"
     assert job.news[-1] == ("stop", "every rank has left, as it was asked to")
-    assert job.last(7)["type"] == "stopped"  # no member needs a newcomer
+    assert job.last(7)["type"] == "dismissed"  # no member needs a newcomer
+
+
+def test_a_newcomer_that_waits_for_a_place_may_leave() -> None:
+    job = started(2, 1, 2).hello(5, 6)
+    for worker in (5, 6):
+        job.say(worker, "ready")
+    job.say(5, "leaving")
+    assert job.last(5)["type"] == "dismissed"
+    job.lose(1)
+    job.report(0)
+    job.say(0, "pause", number=job.last(0, "update")["number"])
+    assert job.order() == [0, 6]
 
 
 def test_leave_requests_may_arrive_after_the_pauses() -> None:

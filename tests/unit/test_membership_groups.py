@@ -202,3 +202,10 @@ def test_whole_groups() -> None:
     rules = assembly.MembershipConfig(6, 2, 6, group=3)
     assert list(rules.group_of(4)) == [3, 4, 5]
     assert rules.complete_groups([0, 1, 3, 4, 5, 8]) == [3, 4, 5]
+
+
+def test_a_newcomer_leaves_with_its_group() -> None:
+    job = started(2).hello(4, 5)
+    job.say(5, "leaving")
+    assert {job.last(worker)["type"] for worker in (4, 5)} == {"dismissed"}
+    assert job.order() == [0, 1]
