@@ -122,6 +122,8 @@ class Aggregator:
         ranks: totals of all current and former workers, by rank.
         events: pairs (time, text) of the last events.
         joins, losses: how many workers joined and were lost after the start.
+        spares: triples (worker, host, whether it is ready) of the spares of a job that
+            has some; see run/elastic/spares.py.
         tuned: the results of autotune as text, "" without results.
     """
 
@@ -132,6 +134,7 @@ class Aggregator:
         self.ranks: dict[int, RankTotals] = {}
         self.events: list[tuple[float, str]] = []
         self.joins = self.losses = 0
+        self.spares: list[tuple[int, str, bool]] | None = None
         self.tuned = ""
         self._stragglers = Stragglers(0)
         self._windows: list[Window] = []

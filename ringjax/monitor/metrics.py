@@ -144,6 +144,17 @@ def _add_histogram(
     family.samples.append(("_count", labels, total))
 
 
+def _spare_metric(spares: list[tuple[int, str, bool]] | None) -> MetricFamily:
+    """Counts the spares of a job by their state. Without `spares` has no samples."""
+    about = "Processes that sleep until a rank is lost, or start to."
+    family = MetricFamily("ringjax_spares", "gauge", about)
+    if spares is not None:
+        asleep = sum(ready for _, _, ready in spares)
+        family.add(asleep, state="asleep")
+        family.add(len(spares) - asleep, state="starting")
+    return family
+
+
 def job_metrics(aggregator: Aggregator, view: View, version: str) -> list[MetricFamily]:
     """Returns all metrics of a job: totals from `aggregator`, gauges from `view`."""
     epoch = max(aggregator.epoch, 0)
@@ -164,6 +175,7 @@ def job_metrics(aggregator: Aggregator, view: View, version: str) -> list[Metric
     return [
         build_info(version),
         *(single_metric(*metric) for metric in single),
+        _spare_metric(aggregator.spares),
         *_rank_metrics(aggregator, view),
         *collective_metrics(aggregator.sums),
     ]

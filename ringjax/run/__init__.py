@@ -29,6 +29,7 @@ def run(
     num_proc: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    spares: int | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
     host_discovery_script: str | None = None,
@@ -58,6 +59,8 @@ def run(
             replaced, while at least `min_np` ranks are left. The function should use
             `ringjax.elastic.run`.
         max_np: the most ranks of an elastic job.
+        spares: number of further processes of an elastic job that are ready and sleep
+            until a rank is lost.
         hosts: hosts and their slots, as `host1:2,host2:2`; by default this machine.
         hostfile: a file with the hosts.
         host_discovery_script: a command that prints the hosts of an elastic job. It
@@ -127,6 +130,7 @@ def run(
         script=host_discovery_script,
         min_np=min_np,
         max_np=max_np,
+        spares=spares,
         slots=slots,
         elastic_timeout=elastic_timeout,
         reset_limit=reset_limit,

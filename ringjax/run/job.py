@@ -317,6 +317,8 @@ class Job:
         """Starts workers in place of those that have ended, or ends the job."""
         policy.silent = self.shutdown.started
         policy.tick(now)
+        if policy.settings.spares:
+            self._monitor.set_spares(policy.spares.states())
         if not self.shutdown.started:
             self._follow_hosts(policy, now)
             if not self._detaching:

@@ -128,6 +128,9 @@ def make_job(
         return Job(spec, make_console(np), np)
     given = None
     if not listens and not (options.script is not None and hosts is hostfile is None):
-        given = requested_hosts(hosts, hostfile, variables or {}, options.max_np or np)
+        most = options.max_np or np
+        # The spares need slots, too, if one host may run more processes than it has.
+        count = most and most + (options.spares or 0)
+        given = requested_hosts(hosts, hostfile, variables or {}, count)
     elastic = resolve_settings(options, given, listens=listens, group=group)
     return Job(spec, make_console(elastic.np or elastic.min_np), elastic=elastic)

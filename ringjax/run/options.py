@@ -45,6 +45,7 @@ _NAMES = {
     "np": "-np",
     "min_np": "--min-np",
     "max_np": "--max-np",
+    "spares": "--spares",
     "slots": "--slots-per-host",
     "elastic_timeout": "--elastic-timeout",
     "reset_limit": "--reset-limit",
@@ -314,6 +315,13 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--max-num-proc",
         **_POSITIVE_COUNT,
         help="run at most N processes (-np, or all slots that the script prints)",
+    )
+    add(
+        "--spares",
+        **_COUNT,
+        help="keep N more processes ready, in slots of their own. They have called "
+        "init() and warm_up, and then sleep. If a rank is lost, one of them takes its "
+        "place at the next commit, and a new process becomes a spare (0)",
     )
     add(
         "--host-discovery-script",

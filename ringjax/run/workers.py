@@ -75,6 +75,8 @@ class Worker:
         dismissed: whether the worker left without an error while the job continues.
         report: the error that the worker has reported.
         ready: whether the worker is waiting to become a member.
+        spare: whether the worker was not needed as a member when it was started or
+            became ready.
         end_confirmed: whether the process has ended; False if its host is unreachable.
     """
 
@@ -100,6 +102,7 @@ class Worker:
     report: str = ""
     report_time: float = math.inf
     ready: bool = False
+    spare: bool = False
     end_confirmed: bool = True
 
     @property
@@ -209,6 +212,11 @@ class WorkerTable:
     def _last(self) -> list[Worker]:
         return [self.workers[number] for number in self.members]
 
+    def spares(self) -> list[Worker]:
+        """Returns the workers that wait as spares, or are about to."""
+        active = (worker for worker in self.workers.values() if worker.is_active)
+        return [w for w in active if w.spare and w.rank is None and not w.dismissed]
+
     # -- events ------------------------------------------------------------------------
 
     def start_epoch(self, members: Mapping[int, int], now: float) -> list[Worker]:
@@ -259,12 +267,15 @@ class WorkerTable:
         name = f"worker {worker.number}"
         if worker.rank is not None:
             return f"rank {worker.rank} ({', '.join([name, *where, *pid])})"
+        if worker.spare:
+            return f"a spare ({', '.join([name, *where, *pid])})"
         return f"{name} ({', '.join([*where, *pid])})" if where or pid else name
 
     def describe_join(self, worker: Worker, *, place: bool) -> str:
         where = f" on {worker.slot.host}" if place and worker.slot.host else ""
         ranks = _ranks(len(self.members))
-        return f"worker {worker.number}{where} joined as rank {worker.rank}; {ranks}"
+        name = f"{'spare ' * worker.spare}worker {worker.number}"
+        return f"{name}{where} joined as rank {worker.rank}; {ranks}"
 
     def describe_remaining(self) -> str:
         """Returns how many ranks are left, as the end of a sentence about a loss."""

@@ -32,6 +32,8 @@ class JobStatus:
         seconds: the time in seconds since the job began.
         joins: number of workers that have joined after the start.
         losses: number of members that were lost.
+        spares: triples (worker, host, whether it is ready) of processes that wait until
+            a rank is lost.
         events: the age in seconds and the text of each event. The latest event is last.
     """
 
@@ -43,6 +45,7 @@ class JobStatus:
     joins: int = 0
     losses: int = 0
     events: list[tuple[float, str]] = field(default_factory=list)
+    spares: list[tuple[int, str, bool]] = field(default_factory=list)
 
 
 def parse_status(text: bytes) -> JobStatus:
@@ -64,6 +67,7 @@ def parse_status(text: bytes) -> JobStatus:
             int(job.get("joins", 0)),
             int(job.get("losses", 0)),
             [(float(ago), str(what)) for ago, what in message.get("events", [])],
+            [(int(w), str(host), bool(r)) for w, host, r in job.get("spares", [])],
         )
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"no message of ringrun's: {error!r}") from None

@@ -141,6 +141,17 @@ def straggler_text(status: JobStatus) -> str:
     return ""
 
 
+def spares_text(status: JobStatus) -> str:
+    """Names the processes that wait until a rank is lost, or returns ""."""
+    if not status.spares:
+        return ""
+    parts = [
+        f"worker {worker} on {host} {'sleeps' if ready else 'starts'}"
+        for worker, host, ready in status.spares
+    ]
+    return f"spare{'s' * (len(parts) > 1)}: {', '.join(parts)}"
+
+
 def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterator[str]:
     """Yields all lines, each up to `width` characters, for up to `most` ranks."""
     for line in head(status):
@@ -156,6 +167,7 @@ def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterato
         yield _line(cells(row), width - len(mark)) + mark
     if left := len(status.view.rows) - len(rows):
         yield f"     ... and {left} more"
+    yield from textwrap.wrap(spares_text(status), width)
     if text := straggler_text(status):
         yield ""
         yield from textwrap.wrap(text, width)

@@ -76,8 +76,14 @@ def test_metrics_of_a_job_on_two_hosts(watched: MonitoredJob) -> None:
 
 
 def test_metrics_of_a_job_with_losses_and_joins(watched: MonitoredJob) -> None:
-    watched.start(3, ELASTIC, "--min-np", "2", "--metrics", "0")
-    before = watched.wait_for(lambda m: len(m.get("ringjax_rank_calls_total", ())) == 3)
+    words = ("--min-np", "2", "--spares", "1", "--metrics", "0")
+    watched.start(3, ELASTIC, *words)
+    before = watched.wait_for(
+        lambda m: (
+            len(m.get("ringjax_rank_calls_total", ())) == 3
+            and m["ringjax_spares"] == {"asleep": 1, "starting": 0}
+        )
+    )
     assert (before["ringjax_losses_total"], before["ringjax_epoch"]) == ({"": 0},) * 2
     (watched.folder / "lose").touch()
     after = watched.wait_for(

@@ -5,6 +5,12 @@ The rank starts quickly, because it imports neither jax nor the native core.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from support import leaks
+from support.launch import Job
+from support.waiting import LONG
+
 # Follows the coordinator until the file $FOLDER/end exists. Prints a line such as
 # "epoch 1 repair: 0/3" (kind of the change, rank, size) for each epoch.
 MEMBER = """
@@ -63,3 +69,29 @@ def follow(job):
 
 """
 MEMBER_PROGRAM = MEMBER + "follow(join_job())\n"
+
+
+def ringrun_lines(job: Job) -> list[str]:
+    """Returns the lines of ringrun itself, without process ids."""
+    found = job.launcher_output().splitlines()
+    lines = [line.removeprefix("ringrun: ") for line in found if "ringrun: " in line]
+    words = [line.split(", pid ") for line in lines]
+    return [
+        first + rest[0].lstrip("0123456789") if rest else first
+        for first, *rest in words
+    ]
+
+
+def wait_for(job: Job, text: str, times: int = 1) -> None:
+    """Waits until ringrun has printed `text` so often."""
+
+    def missing() -> list[str]:
+        return [] if job.launcher_output().count(text) >= times else ["not yet"]
+
+    assert not leaks.settle(missing, LONG), f"no {text!r} in\n{job.launcher_output()}"
+
+
+def finish(job: Job, folder: Path) -> int:
+    """Lets all ranks finish, and returns the exit code of ringrun."""
+    (folder / "end").touch()
+    return job.wait()

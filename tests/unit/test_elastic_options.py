@@ -54,6 +54,11 @@ def elastic(*words: str) -> ElasticSettings:
             "--min-np 2 -H a:2,b:3 --group-size 2",
             (4, 2, 4, [HostSlots("a", 2), HostSlots("b", 3)]),
         ),
+        ("-np 2 --min-np 1 --spares 2", (2, 1, 2, [HostSlots("localhost", 4)])),
+        (
+            "--min-np 1 -H a:2,b:4 --spares 2",
+            (4, 1, 4, [HostSlots("a", 2), HostSlots("b", 4)]),
+        ),
         ("--host-discovery-script x --group-size 2", (None, 2, UNBOUNDED, None)),
         ("--host-discovery-script x -np 3", (3, 3, UNBOUNDED, None)),
         ("--host-discovery-script x", (None, 1, UNBOUNDED, None)),
@@ -116,6 +121,20 @@ def test_other_options() -> None:
         ("--min-np 3 -H a:2 --group-size 3", "a group of 3: there are 2 slots"),
         ("-np 3 --group-size 2", "-np 3: with groups of 2"),
         ("-H a:2,b:1 --group-size 2", "-np 3: with groups of 2"),
+        ("-np 4 --spares 1", "--spares: only for elastic jobs; add --min-np or"),
+        (
+            "-np 3 --min-np 1 -H a:3 --spares 1",
+            "--spares 1: with 3 ranks more processes than slots; there are 3",
+        ),
+        (
+            "-np 2 --min-np 1 --max-np 3 -H a:4 --spares 2",
+            "--spares 2: with 3 ranks more processes than slots; there are 4",
+        ),
+        (
+            "--host-discovery-script x --spares 1",
+            "--spares 1: every process would become a rank; give --max-np",
+        ),
+        ("--min-np 2 -H a:2,b:3 --group-size 2 --spares 1", "--spares 1: with groups"),
         (
             "-np 4 --min-np 2 --blacklist-cooldown-range 9 3",
             "--blacklist-cooldown-range 9 3: give two numbers of seconds, the least",

@@ -43,6 +43,7 @@ def _job(ranks: int = 3) -> str:
             host = 'no"de\\a\n'
             told = Sample(rank, ranks, 2, host, 16, 61.0, 0.5, 0.125, sums=sums)
             aggregator.add_sample(rank, told, when)
+    aggregator.spares = [(7, "n1", True), (8, "n1", False), (9, "n2", True)]
     seen = view.make_view(aggregator, window, 2.0)
     return metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1.2.3"))
 
@@ -51,6 +52,8 @@ def test_prometheuss_own_parser_reads_it() -> None:
     families = {f.name: f for f in text_string_to_metric_families(_job())}
     assert families["ringjax_ranks"].samples[0].value == 3
     assert families["ringjax_epoch"].samples[0].value == 2
+    spares = families["ringjax_spares"].samples
+    assert {s.labels["state"]: s.value for s in spares} == {"asleep": 2, "starting": 1}
     assert families["ringjax_build_info"].samples[0].labels == {"version": "1.2.3"}
     info = families["ringjax_rank_info"].samples
     assert {s.labels["host"] for s in info} == {'no"de\\a\n'}
@@ -90,6 +93,7 @@ def test_metrics_before_the_first_sample() -> None:
     text = metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1"))
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert families["ringjax_ranks"].samples[0].value == 0
+    assert "ringjax_spares" not in families  # the job has no --spares
     assert "ringjax_collective_wait_seconds" not in families
 
 

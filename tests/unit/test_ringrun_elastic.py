@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 from support import leaks
-from support.elastic_member import MEMBER, MEMBER_PROGRAM
+from support.elastic_member import (
+    MEMBER,
+    MEMBER_PROGRAM,
+    finish,
+    ringrun_lines,
+    wait_for,
+)
 from support.launch import Job, StartJob
 from support.waiting import LONG, until
 
@@ -29,29 +35,6 @@ def start(start_job: StartJob, folder: Path) -> StartJob:
         return start_job(np, script, env, ["--min-np", "1", *options])
 
     return begin
-
-
-def ringrun_lines(job: Job) -> list[str]:
-    """Returns the lines of ringrun itself, without process ids."""
-    found = job.launcher_output().splitlines()
-    lines = [line.removeprefix("ringrun: ") for line in found if "ringrun: " in line]
-    words = [line.split(", pid ") for line in lines]
-    return [
-        first + rest[0].lstrip("0123456789") if rest else first
-        for first, *rest in words
-    ]
-
-
-def wait_for(job: Job, text: str, times: int = 1) -> None:
-    def missing() -> list[str]:
-        return [] if job.launcher_output().count(text) >= times else ["not yet"]
-
-    assert not leaks.settle(missing, LONG), f"no {text!r} in\n{job.launcher_output()}"
-
-
-def finish(job: Job, folder: Path) -> int:
-    (folder / "end").touch()
-    return job.wait()
 
 
 def test_a_job_without_losses(start: StartJob, folder: Path) -> None:

@@ -49,8 +49,9 @@ def _large(ranks: int = 500) -> JobStatus:
     ]
     view = View(5.0, 123, ranks, ranks, 12345.6, 0.0123, 1e9, 400, rows)
     events = [(1e6, "a rank was lost " * 20), (0.0, "x")]
+    spares = [(number, f"a-host-{number}", number % 2 == 0) for number in range(9)]
     return JobStatus(
-        view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events
+        view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events, spares
     )
 
 
@@ -83,6 +84,13 @@ def test_slow_and_silent_ranks_are_shown_first() -> None:
     text = "\n".join(table.lines(_large(), most=5))
     assert "... and 495 more" in text and "no news for 2:46:39" in text
     assert "all wait for rank 400: last in 100% of the calls, 123 s late" in text
+
+
+def test_spares_are_named() -> None:
+    status = JobStatus(View(0.0), spares=[(3, "n1", True), (8, "n2", False)])
+    text = "\n".join(table.lines(status))
+    assert "spares: worker 3 on n1 sleeps, worker 8 on n2 starts" in text
+    assert "spare" not in "\n".join(table.lines(parse_status(RECORDED)))
 
 
 def test_text_of_the_recorded_status() -> None:

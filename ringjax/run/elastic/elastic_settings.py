@@ -9,7 +9,14 @@ from ringjax.run.hosts.slots import HostSlots
 
 UNBOUNDED = 1 << 16  # stands for `max_np` if only the slots of the hosts are a limit
 # Arguments of `ringjax.run` that static jobs do not have.
-_ELASTIC = ("max_np", "slots", "elastic_timeout", "reset_limit", "cooldown_range")
+_ELASTIC = (
+    "max_np",
+    "spares",
+    "slots",
+    "elastic_timeout",
+    "reset_limit",
+    "cooldown_range",
+)
 # The names of the arguments of `ringjax.run`, for error texts.
 _NAMES = {
     **{name: name for name in ("np", "min_np", *_ELASTIC)},
@@ -31,6 +38,7 @@ class SizeOptions:
     script: str | None = None
     min_np: int | None = None
     max_np: int | None = None
+    spares: int | None = None
     slots: int | None = None
     elastic_timeout: float | None = None
     reset_limit: int | None = None
@@ -50,7 +58,8 @@ class ElasticSettings:
         np: number of workers at the start. None means one worker for each slot. hosts:
         the hosts of the workers. None if a script or a listener finds the hosts.
         cooldown: least and most seconds that a host stays on the blacklist. group:
-        number of workers that are started, lost and admitted together.
+        number of workers that are started, lost and admitted together. spares: number
+        of processes beyond `max_np` that wait until a rank is lost.
     """
 
     np: int | None
@@ -62,6 +71,7 @@ class ElasticSettings:
     reset_limit: int | None = None
     cooldown: tuple[float, float] | None = None
     group: int = 1
+    spares: int = 0
 
     def initial_size(self, slots: int) -> int:
         """Returns how many workers to start in `slots` slots, in complete groups."""
@@ -111,7 +121,7 @@ def resolve_settings(
         4
     """
     names, np, script, slots = options.names, options.np, options.script, options.slots
-    min_np, max_np = options.min_np, options.max_np
+    min_np, max_np, spares = options.min_np, options.max_np, options.spares or 0
     if script is not None and not script.strip():
         raise ValueError(f"{names['script']}: no command given")
     if script is not None and hosts is not None:
@@ -123,9 +133,10 @@ def resolve_settings(
     elif script is None and hosts is None:
         if np is None:
             raise ValueError(f"{names['np']}: say how many processes to start")
-        hosts = [HostSlots("localhost", max(np, max_np or np))]
+        hosts = [HostSlots("localhost", max(np, max_np or np) + spares)]
     available = None if hosts is None else sum(host.slots for host in hosts)
-    for name, asked in (("np", np), ("min_np", min_np), ("max_np", max_np)):
+    sizes = {"np": np, "min_np": min_np, "max_np": max_np, "spares": spares}
+    for name, asked in sizes.items():
         check_group_multiple(asked, group, names[name])
     least = min_np if min_np is not None else np if np is not None else group
     if max_np is not None:
@@ -133,14 +144,16 @@ def resolve_settings(
     elif available is None:
         most = UNBOUNDED
     else:
-        most = np if np is not None else available
+        most = np if np is not None else available - spares
     most -= most % group
     first = np
     if np is None and available is not None:
-        first = min(most, available - available % group)
+        room = available - spares
+        first = min(most, room - room % group)
         if first < group:
             raise ValueError(f"a group of {group}: there are {available} slots")
     _check_numbers(np, least, most, available, names)
+    _check_spares(spares, most, available, names)
     return ElasticSettings(
         np=first,
         min_np=least,
@@ -151,6 +164,7 @@ def resolve_settings(
         reset_limit=options.reset_limit,
         cooldown=_cooldown(options.cooldown_range, names),
         group=group,
+        spares=spares,
     )
 
 
@@ -178,6 +192,23 @@ def _check_numbers(
     if most < least:
         raise ValueError(
             f"{names['max_np']} {most}: less than {names['min_np']} {least}"
+        )
+
+
+def _check_spares(
+    spares: int, most: int, slots: int | None, names: Mapping[str, str]
+) -> None:
+    """Raises ValueError if the ranks would leave no slot for some of the spares."""
+    given = f"{names['spares']} {spares}"
+    if spares < 0:
+        raise ValueError(f"{given}: less than 0")
+    if spares and most >= UNBOUNDED - 1:
+        raise ValueError(
+            f"{given}: every process would become a rank; give {names['max_np']}"
+        )
+    if spares and slots is not None and most + spares > slots:
+        raise ValueError(
+            f"{given}: with {most} ranks more processes than slots; there are {slots}"
         )
 
 

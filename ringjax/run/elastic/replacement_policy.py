@@ -14,6 +14,7 @@ from ringjax.membership.epochs import WITH_GROUP
 from ringjax.run.console import Console
 from ringjax.run.elastic.coordinator_process import CoordinatorProcess
 from ringjax.run.elastic.elastic_settings import ElasticSettings
+from ringjax.run.elastic.spares import Spares
 from ringjax.run.elastic.takeover import Takeover
 from ringjax.run.elastic.worker_slots import Blacklist, WorkerSlots
 from ringjax.run.hosts.agent_pool import AgentPool
@@ -50,11 +51,12 @@ class ReplacementPolicy:
         self.slots = WorkerSlots(
             (),
             first=settings.np or settings.max_np,
-            most=settings.max_np,
+            most=settings.max_np + settings.spares,
             least=settings.min_np,
             blacklist=blacklist,
             group=settings.group,
         )
+        self.spares = Spares(settings, table, self.slots, console.note)
         self.takeover = Takeover(
             table, self.slots, agents, console, self._inform_coordinator
         )
@@ -77,13 +79,14 @@ class ReplacementPolicy:
 
     def add_workers(self, now: float) -> list[Worker]:
         """Adds a worker for each slot that must have one now. Returns the workers."""
-        if self.coordinator is None:
+        if self.coordinator is None or self.spares.wait_for_joins(now):
             return []
         slots = self.slots.vacant(self._table.count_active(), now)
         workers = [self._table.add(slot) for slot in slots]
         for worker in workers:
             self._console.add(worker.number, worker.slot.number)
             self._inform_coordinator(worker)
+        self.spares.mark_new(workers)
         if workers:
             self._agents.save_job_state(self.takeover.job_state())
         return workers
@@ -110,7 +113,9 @@ class ReplacementPolicy:
     def is_over(self) -> bool:
         """Returns whether all members have ended, or a worker failed in every slot."""
         if self._table.members or self.slots.closed:
-            return self._table.is_over()
+            # After a failure nobody tells the spares to end, so ringrun kills them.
+            succeeds = self.slots.closed
+            return self._table.is_over() and (self.spares.ended or not succeeds)
         return self.slots.all_failed()
 
     def handle_event(self, event: str, worker: Worker, text: str, now: float) -> None:
@@ -187,6 +192,7 @@ class ReplacementPolicy:
                 self._note_end(worker, worker.loss_text)
         while self._due_reports and self._due_reports[0][0] <= now:
             self._inform_coordinator(self._due_reports.pop(0)[1])
+        self.spares.tick(now, silent=self.silent)
         if self.coordinator is not None and not self.silent:
             self.coordinator.tick(now)
 
@@ -198,25 +204,26 @@ class ReplacementPolicy:
         if worker.dismissed or worker.asked_to_leave is not None:
             asked = worker.asked_to_leave is not None
             self.slots.record_leave(worker.slot, asked=asked)
-            self._note_end(worker, None if worker.exit_code else " has left")
+            # Spares also leave at the end of the job, which is no news.
+            if not (self.slots.closed and worker.spare and worker.rank is None):
+                self._note_end(worker, None if worker.exit_code else " has left")
         elif worker.exit_code == 0 and worker.fenced is None:
             self.slots.closed = True
         else:
             announced = worker.fenced is not None and worker not in self._unannounced
             self._unannounced = [w for w in self._unannounced if w is not worker]
-            member_for = (
-                None if worker.rank is None else worker.end_time - worker.join_time
-            )
+            own_fault = self._table.failed_by_itself(worker)
             pause = self.slots.record_failure(
                 worker.slot,
-                member_for=member_for,
-                own_fault=self._table.failed_by_itself(worker),
+                member_for=_time_of_use(worker),
+                own_fault=own_fault,
                 now=now,
             )
             # If the job is over, ringrun's last line contains the explanation.
             if not announced and not self.is_over():
                 text = None if worker.exit_code else worker.loss_text
                 self._note_end(worker, text, pause)
+                self.spares.record_failure(worker, own_fault=own_fault)
             self._note_blacklisted(worker.slot.host, now)
 
     def _note_end(self, worker: Worker, text: str | None, pause: float = 0.0) -> None:
@@ -256,6 +263,16 @@ def _is_unexplained(worker: Worker) -> bool:
     """
     known = worker.coordinator_answered or worker.finished or worker.dismissed
     return worker.exit_code == 0 and not known
+
+
+def _time_of_use(worker: Worker) -> float | None:
+    """Returns for how many seconds a worker was a member, or None if it never was.
+
+    A spare that was ready has started well, so its slot gets another one immediately.
+    """
+    if worker.rank is None:
+        return math.inf if worker.spare and worker.ready else None
+    return worker.end_time - worker.join_time
 
 
 def _kill_time(worker: Worker) -> float:

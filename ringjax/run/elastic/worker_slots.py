@@ -174,6 +174,10 @@ class WorkerSlots:
         """Allows up to `most` workers from now on, because the job has begun."""
         self._target = self._most
 
+    def limit(self, most: int) -> None:
+        """Allows at most `most` workers from now on. Present workers stay."""
+        self._target = self._most = most
+
     def vacant(self, running: int, now: float) -> list[WorkerSlot]:
         """Returns the slots in which the caller must start workers now.
 

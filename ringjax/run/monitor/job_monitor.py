@@ -179,6 +179,12 @@ class JobMonitor:
             self._aggregator.losses += lost
 
     @_never_raises
+    def set_spares(self, spares: list[tuple[int, str, bool]]) -> None:
+        """Replaces the list of spares, see `Aggregator.spares`."""
+        with self._lock:
+            self._aggregator.spares = spares
+
+    @_never_raises
     def tick(self, now: float) -> None:
         """Prints a report and sends a message to viewers when these are due."""
         if self._top_server is not None:
@@ -220,7 +226,8 @@ class JobMonitor:
                 [now - then, text] for then, text in aggregator.events[-_MAX_EVENTS:]
             ]
             changes = {"joins": aggregator.joins, "losses": aggregator.losses}
-        about = {**self._about, **changes, "seconds": now - self._start_time}
+            spares = {} if aggregator.spares is None else {"spares": aggregator.spares}
+        about = {**self._about, **changes, **spares, "seconds": now - self._start_time}
         return {"job": about, "view": seen.message(), "events": events}
 
     def _render_metrics(self) -> str:
