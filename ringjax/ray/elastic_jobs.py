@@ -55,6 +55,8 @@ class ElasticJob:
     Args:
         fn: the function; each actor calls `fn(None)`.
         sizes: the smallest and the greatest number of workers.
+        spares: the number of further actors that are ready, and wait until a worker is
+            lost. They start after the job has begun.
         start_timeout: seconds for the smallest number of actors to start.
         reset_limit: the number of times that the members may change; None means no
             limit.
@@ -72,6 +74,7 @@ class ElasticJob:
     sizes: tuple[int, int]
     env: Mapping[str, str]
     start_timeout: float
+    spares: int = 0
     strategy: str = "DEFAULT"
     reset_limit: int | None = None
     cooldown: Sequence[float] | None = None
@@ -83,7 +86,8 @@ class ElasticJob:
         # The function is sent to the cluster once, not for each actor.
         self._task = ray.put(self.fn)
         self._min_size, self._max_size = self.sizes
-        self._offered = {"": self._max_size} if self.discovery is None else {}
+        most = self._max_size + self.spares
+        self._offered = {"": most} if self.discovery is None else {}
         self._next_discovery = 0.0
         self._actors: list[_Actor] = []
         self._numbers = 0
@@ -166,11 +170,12 @@ class ElasticJob:
             self._remove(actor, early=False)
         if now < self._pause_until:
             return
+        most = self._max_size + (self.spares if job is not None else 0)
         for host, slots in self._offered.items():
             # Each node of Ray has 1.0 of a resource `node:<address>`. If an actor needs
             # a small part of this resource, Ray starts the actor on that node.
             here = {f"node:{host}": 0.001} if host else {}
-            free = min(slots - used[host], self._max_size - len(self._actors))
+            free = min(slots - used[host], most - len(self._actors))
             for _ in range(free):
                 handle = actors.start_actor({**self.resources, **here}, self.strategy)
                 self._actors.append(_Actor(handle, handle.host_and_gpus.remote(), host))

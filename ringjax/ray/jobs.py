@@ -30,6 +30,7 @@ def run(
     resources_per_worker: Mapping[str, float] | None = None,
     env: Mapping[str, str] | None = None,
     placement_strategy: str = "PACK",
+    spares: int = 0,
     start_timeout: float = 100.0,
     reset_limit: int | None = None,
     callbacks: Callbacks | None = None,
@@ -50,6 +51,9 @@ def run(
             variables of this process.
         placement_strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, as in Ray. An
             elastic job has no placement group and only distinguishes SPREAD.
+        spares: the number of further actors of an elastic job. They have called
+            `ringjax.init` and `warm_up`, and wait until a rank is lost, whose place one
+            of them takes at the next commit.
         start_timeout: seconds until the cluster must have room.
         reset_limit: the number of times that the members of an elastic job may change.
         callbacks: functions that receive the messages of `ringjax.ray.ray_logger.log`.
@@ -77,6 +81,10 @@ def run(
         raise ValueError(f"num_workers={num_workers}: expected 1 <= least <= most")
     if reset_limit is not None and not elastic:
         raise ValueError("reset_limit: only for elastic jobs; give (least, most)")
+    if spares < 0 or (spares and not elastic):
+        raise ValueError(
+            f"spares={spares}: expected 0 or, in elastic jobs, more; give (least, most)"
+        )
     if not ray.is_initialized():
         ray.init()
     resources = {"CPU": 1.0} if resources_per_worker is None else resources_per_worker
@@ -86,7 +94,8 @@ def run(
         "start_timeout": start_timeout,
     }
     if elastic:
-        options |= {"sizes": (min_size, max_size), "reset_limit": reset_limit}
+        options |= {"sizes": (min_size, max_size), "spares": spares}
+        options |= {"reset_limit": reset_limit}
     else:
         options["size"] = min_size
     named = dict(kwargs or {})

@@ -106,6 +106,7 @@ def run_elastic(
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,
+    spares: int = 0,
 ) -> list[T]:
     """Runs a function in an elastic job, which continues if a task is lost.
 
@@ -122,6 +123,9 @@ def run_elastic(
         elastic_timeout: seconds to wait for new ranks if too few are left (600).
         reset_limit: the largest number of changes of the members.
         min_np, max_np: older names of `min_num_proc` and `max_num_proc`.
+        spares: the number of further tasks, whose processes have called `ringjax.init`
+            and `warm_up`, and wait until a rank is lost. One of them then takes its
+            place at the next commit.
         verbose, prefix_output_with_timestamp: arguments of Horovod without effect.
 
     Returns:
@@ -135,6 +139,8 @@ def run_elastic(
     size = num_proc or parallelism(spark)
     min_size = min_num_proc or min_np or size
     max_size = max_num_proc or max_np or size
+    if spares < 0:
+        raise ValueError(f"spares={spares}: less than 0")
     settings = _rank_environment(env, nics)
     timeouts = {"START_TIMEOUT": start_timeout, "ELASTIC_TIMEOUT": elastic_timeout}
     for name, seconds in timeouts.items():
@@ -151,6 +157,7 @@ def run_elastic(
             stdout=stdout,
             stderr=stderr,
             reset_limit=reset_limit,
+            spares=spares,
         )
 
 
@@ -193,6 +200,7 @@ def launch(
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     reset_limit: int | None = None,
+    spares: int = 0,
 ) -> list[Any]:
     """Runs the tasks of a job until all tasks have ended; returns the results by rank.
 
@@ -203,7 +211,7 @@ def launch(
         common_env=job.common_ticket(),
         payload=payload,
         argv=argv,
-        size=job.max_size,
+        size=job.max_size + spares,
         elastic=job.elastic,
         keep_output=stdout is not None or stderr is not None,
         use_gpu=use_gpu,
@@ -240,7 +248,7 @@ def launch(
         job.runs_on(row.worker, row.node)
         if row.code:
             job.lost(row.worker, row.error)
-        else:
+        elif not job.workers[row.worker].dismissed:  # else it has no result
             job.finished(row.worker, task.decode(row.result) if payload else None)
     return job.results()
 

@@ -66,6 +66,26 @@ def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
     return {"rank": ringjax.rank(), "pid": os.getpid(), "sizes": sizes}
 
 
+def train_noting_the_start(folder: str) -> dict[str, Any]:
+    """Trains like `train`, and writes a file in FOLDER/started before it does."""
+    started = Path(folder, "started")
+    started.mkdir(exist_ok=True)
+    (started / str(os.getpid())).touch()
+    return train(folder, 10**6)
+
+
+def wait_for_start(folder: Path, count: int, seconds: float = 60) -> set[str]:
+    """Waits until `count` processes have started; returns their ids."""
+    deadline = time.monotonic() + seconds
+    started = folder / "started"
+    while time.monotonic() < deadline:
+        found = {f.name for f in started.iterdir()} if started.exists() else set()
+        if len(found) >= count:
+            return found
+        time.sleep(0.05)
+    raise TimeoutError(f"{len(found)} processes and not {count} have started")
+
+
 def wait_for_sizes(folder: Path, size: int, count: int, seconds: float = 60) -> None:
     """Waits until `count` processes have reported that the job has `size` ranks."""
     deadline = time.monotonic() + seconds

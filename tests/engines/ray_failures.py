@@ -155,6 +155,36 @@ def test_random_kills(
         print(f"{title}: median {statistics.median(ms)} ms, most {ms[-1]} of {len(ms)}")
 
 
+def test_a_spare_takes_the_place_of_a_lost_worker(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def start(folder: Path) -> None:
+        results = ringjax.ray.run(
+            programs.train_noting_the_start,
+            (str(folder),),
+            num_workers=(1, SIZE - 1),
+            spares=1,
+            resources_per_worker=NEEDS,
+        )
+        assert len(results) == SIZE - 1
+
+    job = JobThread(lambda: start(tmp_path))
+    try:
+        programs.wait_for_sizes(tmp_path, SIZE - 1, SIZE - 1)
+        started = programs.wait_for_start(tmp_path, SIZE)
+        members = pids(tmp_path, SIZE - 1, 0)
+        begin = time.time()
+        os.kill(max(members), signal.SIGKILL)
+        wait_for_size(SIZE - 2, tmp_path, begin)
+        back = wait_for_size(SIZE - 1, tmp_path, begin)
+        assert {str(pid) for pid in back} <= started
+        programs.wait_for_start(tmp_path, SIZE + 1)
+    finally:
+        Path(tmp_path, "stop").touch()
+        job.join(30)
+    job.end()
+
+
 def test_a_paused_raylet_does_not_stop_the_job(
     cluster: Cluster, tmp_path: Path
 ) -> None:

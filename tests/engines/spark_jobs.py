@@ -233,6 +233,38 @@ def test_a_rank_that_raises_is_restarted(spark: SparkSession, tmp_path: Path) ->
     assert results[0]["rank"] == 0
 
 
+def test_a_spare_takes_the_place_of_a_lost_rank(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    found: list[set[str]] = []
+
+    def kill() -> None:
+        try:
+            programs.wait_for_sizes(tmp_path, 2, 2)
+            found.append(programs.wait_for_start(tmp_path, 3))
+            victim = max(int(f.name) for f in tmp_path.iterdir() if f.name.isdigit())
+            os.kill(victim, signal.SIGKILL)
+            programs.wait_for_start(tmp_path, 4)  # the next attempt of the task
+            programs.wait_for_sizes(tmp_path, 2, 2)
+            found.append({f.name for f in tmp_path.iterdir() if f.name.isdigit()})
+        finally:
+            (tmp_path / "stop").touch()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    results = ringjax.spark.run_elastic(
+        programs.train_noting_the_start,
+        (str(tmp_path),),
+        num_proc=2,
+        min_num_proc=1,
+        spares=1,
+    )
+    killer.join()
+    started, members = found
+    assert len(results) == 2
+    assert len(members) == 3 and members <= started
+
+
 def test_all_ranks_raise_at_once(spark: SparkSession, tmp_path: Path) -> None:
     """No rank that has the state is left, so the job fails with the error."""
 
