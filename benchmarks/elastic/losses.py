@@ -97,6 +97,10 @@ class Job(ABC):
     def start(self) -> None:
         """Starts the job."""
 
+    def is_prepared(self) -> bool:
+        """Returns whether the job has prepared itself for the next loss."""
+        return True
+
     def recover(self, victim: str) -> float | None:
         """Reacts to a kill as an operator; returns the time if the job has ended."""
         return None
@@ -122,6 +126,13 @@ class Job(ABC):
         """Returns the traces of all processes that the job has had."""
         return [Trace.read(path) for path in self._folder.glob("*.log")]
 
+    def wait_until_prepared(self) -> None:
+        deadline = time.monotonic() + PROGRESS_LIMIT
+        while not self.is_prepared():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self}: no spare is ready")
+            time.sleep(0.05)  # no event reports that the output grows
+
     def wait_for_steps(self, since: float, steps: int = 1) -> list[Trace]:
         """Waits until all replicas have made so many steps; returns their traces.
 
@@ -143,17 +154,27 @@ class Job(ABC):
 
 
 class Ringjax(Job):
-    """A job of ringrun, which replaces lost processes."""
+    """A job of ringrun, which replaces lost processes, at once if it has `spares`."""
 
-    def __init__(self, processes: int, devices: int, *job: Any) -> None:
+    def __init__(self, processes: int, devices: int, spares: int, *job: Any) -> None:
         super().__init__(*job)
         self.processes, self.devices = processes, devices
+        self._spares, self._kills = spares, 0
 
     def start(self) -> None:
         words: list[object] = [sys.executable, "-m", "ringjax.run", "-np"]
         words += [self.replicas * self.processes, "--min-np", self.processes]
-        words += ["--group-size", self.processes, sys.executable, PROGRAM, "ringjax"]
+        words += ["--group-size", self.processes, "--spares", self._spares]
+        words += [sys.executable, PROGRAM, "ringjax"]
         self.spawn("ringrun", words, RINGJAX_RECORD_DIR="off")
+
+    def is_prepared(self) -> bool:
+        ready = self._spares + self._kills  # each kill has taken one
+        lines = (self._folder / "ringrun.out").read_text()
+        return not self._spares or lines.count(") is ready") >= ready
+
+    def recover(self, victim: str) -> None:
+        self._kills += 1
 
 
 class Jax(Job):
@@ -224,17 +245,22 @@ class Torchft(Job):
 USUAL = "--quorum_tick_ms 100 --join_timeout_ms 10000"
 QUICK = "--quorum_tick_ms 10 --join_timeout_ms 100 --heartbeat_timeout_ms 500"
 PEERS: dict[str, Callable[[int, Path], Job]] = {
-    "ringjax, 4 devices": partial(Ringjax, 1, 4),
-    "ringjax, groups of 2 x 2": partial(Ringjax, 2, 2),
+    "ringjax, 4 devices": partial(Ringjax, 1, 4, 0),
+    "ringjax, 1 device": partial(Ringjax, 1, 1, 0),
+    "ringjax, 1 device, a spare": partial(Ringjax, 1, 1, 1),
+    "ringjax, groups of 2 x 2": partial(Ringjax, 2, 2, 0),
     "torchft": partial(Torchft, USUAL),
     "torchft, quick": partial(Torchft, QUICK),
     "jax, 4 devices": partial(Jax, 100),
     "jax, 4 devices, quick": partial(Jax, 10),
 }
+# Jobs of one device show what a spare saves. They are no comparison with peers.
+USUAL_PEERS = [name for name in PEERS if "1 device" not in name]
 
 
 def lose(job: Job, rng: random.Random) -> dict[str, float | None]:
     """Kills a process of a job that trains; returns the costs in seconds."""
+    job.wait_until_prepared()
     began = time.monotonic()
     training = job.wait_for_steps(began, STEPS)
     time.sleep(rng.uniform(0.05, 0.5))  # the kill may happen at any moment of a step
@@ -279,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kills", type=int, default=1, help="in a round, of a peer")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=USUAL_PEERS)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--json", type=Path, help="samples are added to this file")
     options = parser.parse_args(arguments)

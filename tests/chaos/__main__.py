@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(tempfile.mkdtemp(dir=name))
         program = EAGER_PROGRAM if options.program == "eager" else PROGRAM
         chaos = ChaosJob(
-            jobs.start, folder, options.np, options.pause, program=program, slots=SLOTS
+            *(jobs.start, folder, options.np, options.pause),
+            options=["--spares", str(options.spares)],
+            program=program,
+            slots=SLOTS,
         )
         growth = inject_faults(chaos, options)
         result = chaos.end()
@@ -88,6 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos")
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--np", type=int, default=4)
+    parser.add_argument("--spares", type=int, default=0, help="as for ringrun")
     parser.add_argument(
         "--every", type=float, default=3.0, help="mean seconds between faults"
     )
