@@ -157,6 +157,8 @@ def test_an_empty_script_is_refused() -> None:
 
 
 def test_errors_of_run_use_python_names() -> None:
+    with pytest.raises(ValueError, match="^spares -1: less than 0"):
+        run(print, np=2, min_np=1, spares=-1)
     with pytest.raises(ValueError, match=r"^max_np: only for elastic jobs; add min_np"):
         run(print, np=2, max_np=3)
     with pytest.raises(ValueError, match=r"^min_np 3: more than np 2$"):

@@ -84,6 +84,19 @@ def test_two_ranks_are_lost_at_once(start_job: StartJob, tmp_path: Path) -> None
     )
 
 
+def test_a_spare_group_takes_the_place_of_a_lost_group(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    words = ["--min-np", "2", "--group-size", "2", "--spares", "2"]
+    job = start_job(4, PROGRAM, {"FOLDER": str(tmp_path)}, words)
+    wait_for(job, ") is ready", 2)
+    job.kill(1)
+    wait_for(job, "spare worker 4 joined as rank 2; 4 ranks")
+    wait_for(job, "spare worker 5 joined as rank 3; 4 ranks")
+    wait_for(job, ") is ready", 4)
+    assert finish(job, tmp_path) == 0
+
+
 def test_a_coordinator_that_is_restarted_knows_the_spare(
     begin: Begin, tmp_path: Path
 ) -> None:

@@ -122,6 +122,8 @@ def resolve_settings(
     """
     names, np, script, slots = options.names, options.np, options.script, options.slots
     min_np, max_np, spares = options.min_np, options.max_np, options.spares or 0
+    if spares < 0:
+        raise ValueError(f"{names['spares']} {spares}: less than 0")
     if script is not None and not script.strip():
         raise ValueError(f"{names['script']}: no command given")
     if script is not None and hosts is not None:
@@ -200,8 +202,6 @@ def _check_spares(
 ) -> None:
     """Raises ValueError if the ranks would leave no slot for some of the spares."""
     given = f"{names['spares']} {spares}"
-    if spares < 0:
-        raise ValueError(f"{given}: less than 0")
     if spares and most >= UNBOUNDED - 1:
         raise ValueError(
             f"{given}: every process would become a rank; give {names['max_np']}"

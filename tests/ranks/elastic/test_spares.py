@@ -90,6 +90,12 @@ def test_a_spare_dies_while_it_joins(
     assert chaos.end().largest == 3
 
 
+def test_ctrl_c_ends_a_sleeping_spare(start_job: StartJob, tmp_path: Path) -> None:
+    chaos = start(start_job, tmp_path)
+    chaos.job.interrupt()
+    assert chaos.job.wait() == 130  # the fixture checks that no process is left
+
+
 def test_a_sleeping_spare_uses_no_processor(
     start_job: StartJob, tmp_path: Path
 ) -> None:
