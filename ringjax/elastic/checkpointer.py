@@ -21,6 +21,7 @@ from typing import Any
 from ringjax import failpoints, runtime, stderr
 from ringjax.elastic.array_files import CheckpointLayout, synced
 from ringjax.elastic.state import State
+from ringjax.world.time_spent import spent
 
 _ABOUT = "about.json"
 _UNFINISHED = ".writing"
@@ -198,7 +199,8 @@ class Checkpointer:
         if self._state is not None:
             self._state.after_save(None)
             self._state = None
-        self.wait()
+        with spent.on("checkpoints"):
+            self.wait()
 
     def _on_commit(self) -> None:
         self._commits += 1
@@ -208,9 +210,11 @@ class Checkpointer:
             and self._commits % self.every == 0
             and not soon
             and runtime.rank() == 0
-            and self.save(self._state)
         ):
-            self._written = self._commits
+            with spent.on("checkpoints"):
+                begun = self.save(self._state)
+            if begun:
+                self._written = self._commits
 
     def save_last(self) -> None:
         """Begins to write the last commit, unless the commit is on disk already."""

@@ -22,6 +22,7 @@ from ringjax.elastic.notifications import notification_manager
 from ringjax.elastic.state import State
 from ringjax.elastic.sync_plan import HeldState
 from ringjax.errors import HostsUpdatedInterrupt, PeerLost, RingjaxError
+from ringjax.world.time_spent import spent
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -186,22 +187,31 @@ class _ElasticJobLoop:
 
 
 def _repeat(train: Callable[[], _R], job: _StaticJobLoop | _ElasticJobLoop) -> _R:
+    part = ""  # TimeSpent counts the time until the next step here, except at first
     while True:
         try:
-            job.begin()
+            with spent.on(part) if part else contextlib.nullcontext():
+                job.begin()
+            spent.commit()
             result = train()
             job.finish()
             return result
         except HostsUpdatedInterrupt as interrupt:
             recover: Callable[[], None] = functools.partial(job.updated, interrupt)
+            # Without a change of members that the coordinator announced, a rank was
+            # lost, and the others continued.
+            part = "losses" if interrupt.skip_sync else "joins"
         except Exception as error:
             failure = errors.translate(error)
             if failure is None or _is_final(failure):
                 raise
             recover = functools.partial(job.failed, failure)
+            spent.repeat()
+            part = "losses"
         # Recover outside of the except clauses, because the traceback keeps arrays of
         # the step alive.
-        recover()
+        with spent.on(part):
+            recover()
 
 
 def _is_final(failure: RingjaxError) -> bool:

@@ -17,6 +17,7 @@ from ringjax.elastic.handlers import SamplerStateHandler, StateHandler
 from ringjax.elastic.notifications import HostUpdateResult
 from ringjax.elastic.values import Attributes
 from ringjax.errors import HostsUpdatedInterrupt
+from ringjax.world.time_spent import spent
 
 
 class State:
@@ -109,6 +110,7 @@ class State:
             return
         self.save()
         self._commits += 1
+        spent.commit()
         failpoints.passing("commit.saved")
         if self._after_save is not None:
             self._after_save()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ringjax.monitor.aggregator import OTHER_SETS, Aggregator
+from ringjax.monitor.job_time import PROGRESS
 from ringjax.monitor.sample import BUCKETS, CollectiveKey, CollectiveSums
 from ringjax.monitor.view import View
 
@@ -179,6 +180,23 @@ def job_metrics(aggregator: Aggregator, view: View, version: str) -> list[Metric
         *_rank_metrics(aggregator, view),
         *collective_metrics(aggregator.sums),
     ]
+
+
+def time_metrics(shares: Mapping[str, float]) -> list[MetricFamily]:
+    """Returns the metrics of where the job's time has gone; see `JobTime.shares`."""
+    goodput, lost = (
+        MetricFamily(f"ringjax_{name}_ratio", "gauge", about)
+        for name, about in (
+            ("goodput", "Share of the job's time that made progress."),
+            ("lost_time", "Share of the job's time that made no progress, by part."),
+        )
+    )
+    for part, share in shares.items():
+        if part == PROGRESS:
+            goodput.add(share)
+        else:
+            lost.add(share, part=part)
+    return [goodput, lost]
 
 
 def _rank_metrics(aggregator: Aggregator, view: View) -> Iterator[MetricFamily]:

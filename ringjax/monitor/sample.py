@@ -143,26 +143,27 @@ def parse_sample(text: str) -> Sample:
         raise ValueError("too deep") from None
     if not isinstance(message, dict):
         raise ValueError("not an object")
-    size = _number(message.get("size"), int)
-    rank = _number(message.get("rank"), int)
+    size = checked_number(message.get("size"), int)
+    rank = checked_number(message.get("rank"), int)
     if not rank < size <= _MAX_RANKS:
         raise ValueError(f"rank {rank} of {size}")
     fields: dict[str, Any] = {
-        name: _number(message.get(name, 0), int) for name in _INTEGERS
+        name: checked_number(message.get(name, 0), int) for name in _INTEGERS
     }
-    fields |= {name: _number(message.get(name, 0), float) for name in _FLOATS}
+    fields |= {name: checked_number(message.get(name, 0), float) for name in _FLOATS}
     fields |= {name: _printable(message.get(name, "")) for name in _TEXTS}
     return Sample(
         rank,
         size,
-        part=min(max(_number(message.get("part", 1), float), 1e-3), 1.0),
+        part=min(max(checked_number(message.get("part", 1), float), 1e-3), 1.0),
         waits=_parse_waits(message.get("waits", [])),
         sums=_parse_sums(message.get("sums", [])),
         **fields,
     )
 
 
-def _number(value: object, kind: type[_Number]) -> _Number:
+def checked_number(value: object, kind: type[_Number]) -> _Number:
+    """Returns a finite number that is not negative. Raises ValueError otherwise."""
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
@@ -188,7 +189,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _parse_waits(value: object) -> list[WaitRecord]:
-    numbers = [_number(each, int) for each in _list(value)]
+    numbers = [checked_number(each, int) for each in _list(value)]
     if len(numbers) % 3:
         raise ValueError("half a call")
     return list(zip(*(iter(numbers),) * 3, strict=True))
@@ -209,22 +210,22 @@ def _parse_collective(value: object) -> tuple[CollectiveKey, CollectiveSums]:
     if lane not in LANES:
         raise ValueError(f"no lane: {lane!r:.40}")
     totals = CollectiveSums(
-        _number(numbers[0], int),
-        _number(numbers[1], int),
-        _number(numbers[2], int),
-        wait_seconds=_number(numbers[3], float),
-        move_seconds=_number(numbers[4], float),
+        checked_number(numbers[0], int),
+        checked_number(numbers[1], int),
+        checked_number(numbers[2], int),
+        wait_seconds=checked_number(numbers[3], float),
+        move_seconds=checked_number(numbers[4], float),
         wait=_parse_histogram(numbers[5]),
         move=_parse_histogram(numbers[6]),
     )
-    return (_printable(op), lane, _number(process_set, int)), totals
+    return (_printable(op), lane, checked_number(process_set, int)), totals
 
 
 def _parse_histogram(value: object) -> list[int]:
     counts = _list(value)
     if len(counts) != BUCKETS:
         raise ValueError(f"{len(counts)} buckets")
-    return [_number(each, int) for each in counts]
+    return [checked_number(each, int) for each in counts]
 
 
 def subtract_sums(

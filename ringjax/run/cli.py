@@ -73,6 +73,8 @@ def launch(args: argparse.Namespace) -> int:
     outcome = job.run()
     if config.profile and not outcome.left:
         profile_files.merge_profiles(changes["RINGJAX_PROFILE"], job.console.note)
+    if job.goodput:
+        job.console.note(job.goodput)
     if outcome.reason:  # show it last, because users read the last line first
         job.console.note(outcome.reason)
     signals.ignore_alarm()

@@ -86,6 +86,11 @@ class Job:
                 elastic, self._table, self._agents, console
             )
 
+    @property
+    def goodput(self) -> str:
+        """Where the time has gone, as a line; "" before the end, or without steps."""
+        return self._monitor.goodput
+
     def run(self) -> JobOutcome:
         self._monitor.open()
         try:
@@ -224,6 +229,7 @@ class Job:
             from ringjax.membership.coordinator import Coordinator
 
             self._env["RINGJAX_JOB"] = job
+            self._monitor.expect(self._size)
             static = Coordinator(
                 secret,
                 job,
@@ -240,6 +246,7 @@ class Job:
         limits = policy.settings
         job = self._env["RINGJAX_JOB"] = policy.takeover.resolve_job({"job": job})
         count = limits.initial_size(len(policy.slots.slots))
+        self._monitor.expect(count)
         spread = len(hosts) > 1 or spec.listening is not None
         self._env |= {"RINGJAX_ELASTIC": "1", "RINGJAX_SPREAD": str(int(spread))}
         elastic = CoordinatorProcess(
@@ -262,6 +269,7 @@ class Job:
         return elastic, f"{count} ranks ({limits.min_np} to {limits.max_np})"
 
     def _spawn(self, workers: Sequence[Worker]) -> None:
+        self._monitor.ranks_started([worker.number for worker in workers])
         for host in dict.fromkeys(worker.slot.host for worker in workers):
             orders = [self._spawn_order(w) for w in workers if w.slot.host == host]
             if self._spec.stdin and orders[0]["id"] == 0:
@@ -412,7 +420,7 @@ class Job:
             )
         new = table.start_epoch(members, time.monotonic())
         lost = sum(not table.workers[number].dismissed for number in gone)
-        self._monitor.members_changed(len(new) if again else 0, lost)
+        self._monitor.members_changed([*members], len(new) if again else 0, lost)
         self.console.ranks.update(members)
         for worker in new if again else ():
             self.console.note(table.describe_join(worker, place=table.several_hosts()))
@@ -444,7 +452,7 @@ class Job:
 
     def exited(self, number: int, code: int, text: str) -> None:
         worker, now = self._table.workers[number], time.monotonic()
-        self._monitor.rank_ended(number)
+        self._monitor.rank_ended(number, worker.kind_of_end(code))
         if not worker.is_running:
             return
         if self._policy is not None:

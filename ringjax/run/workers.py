@@ -118,6 +118,12 @@ class Worker:
         """Why the worker was declared lost, in words that follow the worker's name."""
         return f" {'' if self.with_group else 'was declared lost: '}{self.fence_reason}"
 
+    def kind_of_end(self, code: int) -> str:
+        """Returns whether the process was "lost", "finished", or "left" as asked to."""
+        if self.dismissed or self.asked_to_leave is not None:
+            return "left"
+        return "lost" if code else "finished"
+
     @property
     def is_active(self) -> bool:
         """Whether the worker is a member of the job, or may still become one."""

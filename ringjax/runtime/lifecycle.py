@@ -98,6 +98,9 @@ def _init(comm: Sequence[int] | None, process_sets: list[ProcessSet]) -> None:
     except BaseException:
         world.close()
         raise
+    if "jax" in sys.modules:
+        for watch in init_hooks.watch_jax:
+            watch()
     _world = world
     _native.set_world(world)
     try:

@@ -9,3 +9,5 @@ from collections.abc import Callable
 
 # Functions that load the modules with which `init` selects devices and forms groups.
 load_jax_support: list[Callable[[], object]] = []
+# Functions to call in a program that has imported JAX, which need JAX's modules.
+watch_jax: list[Callable[[], object]] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ringjax import stdout
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     pid = "process id of ringrun, which is needed if this user has several jobs"
     add("pid", nargs="?", help=pid)
     add("--once", action="store_true", help="print one block of text, and end")
+    add("--json", action="store_true", help="print each view as one line of JSON")
     add(
         "-i",
         "--interval",
@@ -105,9 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _look(job: JobConnection, options: argparse.Namespace) -> None:
     status = _first(job)
     if options.once:
-        _print(status)
+        (_print_json if options.json else _print)(status)
         return
-    with _display() as (show, quits):
+    plain = contextlib.nullcontext((_print_json, lambda: False))
+    with plain if options.json else _display() as (show, quits):
         _follow(job, status, max(options.interval, 0.1), show, quits)
 
 
@@ -189,6 +193,11 @@ def _print(status: JobStatus) -> None:
     for line in table.lines(status):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _print_json(status: JobStatus) -> None:
+    sys.stdout.write(json.dumps(asdict(status)) + "\n")
     sys.stdout.flush()
 
 

@@ -35,6 +35,7 @@ class JobStatus:
         spares: triples (worker, host, whether it is ready) of processes that wait until
             a rank is lost.
         events: the age in seconds and the text of each event. The latest event is last.
+        shares: shares of the job's time by part; see `monitor.job_time.JobTime`.
     """
 
     view: View
@@ -46,6 +47,7 @@ class JobStatus:
     losses: int = 0
     events: list[tuple[float, str]] = field(default_factory=list)
     spares: list[tuple[int, str, bool]] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
 
 
 def parse_status(text: bytes) -> JobStatus:
@@ -68,6 +70,7 @@ def parse_status(text: bytes) -> JobStatus:
             int(job.get("losses", 0)),
             [(float(ago), str(what)) for ago, what in message.get("events", [])],
             [(int(w), str(host), bool(r)) for w, host, r in job.get("spares", [])],
+            {str(p): float(share) for p, share in message.get("time", {}).items()},
         )
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"no message of ringrun's: {error!r}") from None

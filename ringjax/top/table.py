@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ringjax.monitor.aggregator import SILENT_SECONDS
+from ringjax.monitor.job_time import format_goodput
 from ringjax.monitor.report import format_duration
 from ringjax.monitor.view import RankView
 from ringjax.top.job_connection import JobStatus
@@ -120,6 +121,11 @@ def head(status: JobStatus) -> list[str]:
     return ["   ".join(parts), "  ".join(rates)]
 
 
+def goodput_text(status: JobStatus) -> str:
+    """Says where the job's time has gone, or returns "" if no rank trains yet."""
+    return format_goodput(status.shares, status.seconds) if status.shares else ""
+
+
 def chosen(status: JobStatus, most: int) -> list[RankView]:
     """Selects up to `most` ranks. Late, silent and often last ranks have priority."""
     rows = status.view.rows
@@ -156,6 +162,7 @@ def lines(status: JobStatus, width: int = WIDTH, most: int = 1 << 20) -> Iterato
     """Yields all lines, each up to `width` characters, for up to `most` ranks."""
     for line in head(status):
         yield line[:width]
+    yield from textwrap.wrap(goodput_text(status), width)
     yield ""
     if not status.view.rows:
         yield "no rank has told anything yet"

@@ -20,6 +20,7 @@ from ringjax.world.profile_recording import ProfileRecording
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.recorder import create_recorder
 from ringjax.world.telemetry_client import TelemetryClient
+from ringjax.world.time_spent import spent
 
 if TYPE_CHECKING:
     from ringjax.world.reporter import Reporter
@@ -158,6 +159,7 @@ class ApartRecords:
         if _of_job is not None or _apart is not self:
             return
         self._open_timeline()
+        spent.begin(self.recorder)
         if samples:
             self._telemetry = start_telemetry(self.world, self._config)
         if self._config.profile:

@@ -38,6 +38,7 @@ from ringjax.membership.directives import (
 )
 from ringjax.world.epoch import Epoch
 from ringjax.world.epoch_sequence import EpochSequence
+from ringjax.world.time_spent import spent
 
 _SUSPECT_DELAY = 0.5  # seconds to wait for a revocation before this rank suspects ranks
 
@@ -189,6 +190,7 @@ class Recovery:
     def _stop(self, number: int, text: str, rank: int) -> None:
         """Stops all calls of an epoch, and reports each communicator's progress."""
         self._timer.start()
+        spent.begin_loss()
         progress: Mapping[int, CallProgress] = {}
         epoch = self._world.current_epoch
         if epoch is not None and epoch.number == number:
@@ -218,6 +220,7 @@ class Recovery:
             failpoints.passing("recovery.installed")
             self._world.log("debug", f"epoch {members.epoch} {self._timer.end()}")
             self._world.complete(members)
+            spent.end_loss()
             failpoints.passing("recovery.completed")
         except EpochRevoked:
             pass

@@ -1,16 +1,18 @@
 """Telemetry client: sends samples of this rank to ringrun while somebody is watching.
 
 A thread connects to the agent of ringrun on this host and waits until the agent
-requests samples, so a job that nobody watches has no costs. While the agent requests
-samples, the thread samples the main thread's stack every 50 ms and sends one `Sample`
-per interval. The training never depends on the connection: if the connection breaks,
-the thread ends and the rank continues to train.
+requests samples. While the agent requests samples, the thread samples the main thread's
+stack every 50 ms and sends one `Sample` per interval. While nobody is watching, it only
+sends a `TimeReport` of some hundred bytes now and then, and a last one at the end. The
+training never depends on the connection: if the connection breaks, the thread ends and
+the rank continues to train.
 
 Protocol, one line per message, over an abstract unix socket of the agent:
 
     client to agent, once          {"id":3}            ringrun's number of this process
     agent to client, any time      1                   seconds per sample; 0 stops
     client to agent, per interval  {"rank":0,...}      see monitor/sample.py
+    client to agent, now and then  {"time":{...}}      see monitor/time_report.py
 
 The agent's end is run/hosts/telemetry_relay.py, which forwards the samples to ringrun.
 """
@@ -36,11 +38,17 @@ from ringjax.world.communicator_ids import EAGER_LANE
 from ringjax.world.epoch import Epoch
 from ringjax.world.recorder import RECORDER_CAPACITY
 from ringjax.world.stack_probe import SAMPLE_INTERVAL, StackSampler
+from ringjax.world.time_spent import spent
 
 _MAX_WAITS = 256  # the largest number of wait records in one sample
 _MIN_INTERVAL, _MAX_INTERVAL = 0.05, 3600.0  # seconds between two samples
 _IO_TIMEOUT = 5.0  # seconds to connect to the agent, or to send one sample
 _STEP_ESTIMATE_INTERVAL = 5.0  # seconds; an estimate reads the whole recorder
+# Seconds between two time reports. The interval grows with the age of the rank, because
+# what a killed rank has not reported is then a small part of its time.
+_MIN_REPORT_INTERVAL, _MAX_REPORT_INTERVAL = 2.0, 60.0
+_REPORTS_PER_AGE = 20
+_MAX_REPORTS_PER_SECOND = 128  # all ranks together send no more
 
 
 class TelemetrySource(Protocol):
@@ -72,6 +80,7 @@ class TelemetryClient:
         self._interval = 0.0  # seconds between two samples; 0 if nobody is watching
         self._due = 0.0  # wall-clock time of the next sample; 0 if not decided yet
         self._step_seconds = self._step_estimated_at = 0.0
+        self._report_due = time.monotonic() + _MIN_REPORT_INTERVAL
         self._received = b""
         self._epoch: Epoch | None = None
         self._closing = False
@@ -82,7 +91,7 @@ class TelemetryClient:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends a last sample if anybody is watching, and ends the thread.
+        """Sends a last time report, and a sample if somebody watches; ends the thread.
 
         Waits at most one second. Further calls do nothing.
         """
@@ -116,28 +125,48 @@ class TelemetryClient:
 
     def _serve(self) -> None:
         while self._wait_until_due():
-            self._sampler.sample()
-            now = time.time()
-            if now >= self._due:
-                if self._due:
-                    self._send_sample()
-                # The next multiple of the interval on the wall clock. All ranks send
-                # samples at the same times, so their samples cover the same calls, and
-                # ringrun can compare how long each rank waited in one call.
-                self._due = (now // self._interval + 1) * self._interval
+            if self._interval:
+                self._sample_stack()
+            if time.monotonic() >= self._report_due:
+                self._send_report()
         if self._interval:
             self._send_sample()
+        self._send_report(last=True)
+
+    def _sample_stack(self) -> None:
+        """Samples the stack once, and sends a sample to ringrun if one is due."""
+        self._sampler.sample()
+        now = time.time()
+        if now < self._due:
+            return
+        if self._due:
+            self._send_sample()
+            self._send_report()
+        # The next multiple of the interval on the wall clock. All ranks send samples at
+        # the same times, so their samples cover the same calls, and ringrun can compare
+        # how long each rank waited in one call.
+        self._due = (now // self._interval + 1) * self._interval
+
+    def _send_report(self, *, last: bool = False) -> None:
+        report, epoch = spent.report(last=last), self._source.current_epoch
+        age = 0.0 if report is None else report.age
+        ranks = 1 if epoch is None else epoch.rank_info.size
+        rare = max(_MIN_REPORT_INTERVAL, ranks / _MAX_REPORTS_PER_SECOND)
+        interval = max(rare, min(age / _REPORTS_PER_AGE, _MAX_REPORT_INTERVAL))
+        self._report_due = time.monotonic() + interval
+        if report is not None:
+            self._socket.sendall(report.text().encode() + b"\n")
 
     def _wait_until_due(self) -> bool:
-        """Waits until a sample is due. Receives new intervals meanwhile.
+        """Waits until a stack sample or a report is due. Receives new intervals.
 
-        Waits without a timeout while nobody is watching. Returns False when the
-        connection has ended.
+        Returns False when the connection has ended.
         """
         while True:
-            timeout = None
+            timeout = max(0.0, self._report_due - time.monotonic())
             if self._interval:
-                timeout = min(SAMPLE_INTERVAL, max(0.0, self._due - time.time()))
+                left = max(0.0, self._due - time.time())
+                timeout = min(timeout, SAMPLE_INTERVAL, left)
             if not wait_readable(self._socket.fileno(), timeout):
                 return True
             data = self._socket.recv(4096)

@@ -42,6 +42,7 @@ from ringjax.world.reporter import Reporter
 from ringjax.world.solo_mode import SoloMode
 from ringjax.world.stack_probe import StackProbe
 from ringjax.world.telemetry_client import TelemetryClient
+from ringjax.world.time_spent import spent
 
 _logged_warnings: set[str] = set()  # a second `init` does not log them again
 # The (job, worker) of each elastic job that has ended in this process.
@@ -165,6 +166,7 @@ class World(EpochSequence):
         The rank must be final, so a newcomer calls this method when it becomes a
         member.
         """
+        spent.begin(self.recorder)
         self.lanes.open_timeline()
         if self.config.profile and self._recording is None:
             try:

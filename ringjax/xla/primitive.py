@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from ringjax import _native, errors, runtime
 from ringjax.ops import ReduceOp
-from ringjax.xla import buckets, jax_private, lowering, multi_device
+from ringjax.xla import buckets, compile_time, jax_private, lowering, multi_device
 from ringjax.xla.jax_types import (
     Aval,
     Batched,
@@ -60,6 +60,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 _primitives: dict[str, Primitive] = {}
+compile_time.watch()  # if JAX was imported after `ringjax.init`
 
 
 def define_collective(

@@ -2,9 +2,9 @@
 
 The relay listens on an abstract unix socket, whose name the agent puts into the
 environment of its ranks. The relay closes connections of other users, because the
-kernel reports the user id of each peer. A rank sends its samples as lines
-(ringjax.monitor.sample). The relay forwards lines unchanged, and drops lines if ringrun
-reads too slowly, so that neither a rank nor an agent ever waits.
+kernel reports the user id of each peer. A rank sends its samples and its time reports
+as lines (ringjax.monitor). The relay forwards lines unchanged, and drops lines if
+ringrun reads too slowly, so that neither a rank nor an agent ever waits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from ringjax.control.unix_peer import peer_uid
+from ringjax.monitor.time_report import is_time_report
 from ringjax.run.hosts.channel import Message
 
 _MAX_LINE = 1 << 18  # most bytes of a line
@@ -139,7 +140,7 @@ class TelemetryRelay:
                     return
                 if self._interval:
                     self._send_interval(connection)
-            elif self._interval:
+            elif self._interval or is_time_report(line):
                 text = line.decode(errors="replace")
                 self._forward({"is": "sample", "id": connection.number, "text": text})
 

@@ -11,12 +11,14 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from ringjax.monitor import metrics, report, view
 from ringjax.monitor.aggregator import Aggregator, Window
+from ringjax.monitor.job_time import JobTime, format_goodput
 from ringjax.monitor.sample import parse_sample
+from ringjax.monitor.time_report import is_time_report, parse_time_report
 from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.job_spec import JobSpec
@@ -57,7 +59,8 @@ def _never_raises(method: _Method[_P]) -> _Method[_P]:
 class JobMonitor:
     """The monitor of a job. `broken` is True after an error has stopped the monitor.
 
-    The job calls `open` before it starts ranks, and `close` at its end.
+    The job calls `open` before it starts ranks, and `close` at its end. From then on
+    `goodput` says where the job's time has gone; it is "" if no rank has trained.
     """
 
     def __init__(
@@ -70,8 +73,8 @@ class JobMonitor:
             "elastic": elastic,
         }
         self._options = monitor_options(spec.config)
-        self.broken = False
-        self._lock = threading.Lock()  # guards the aggregator and its windows
+        self.broken, self.goodput = False, ""
+        self._lock = threading.Lock()  # guards the aggregator, its windows, and times
         self._aggregator = Aggregator()
         # Two windows that restart alternately. The first window is the older one. It
         # covers at least `_WINDOW` seconds and supplies the current values.
@@ -80,6 +83,7 @@ class JobMonitor:
         self._ended: set[int] = set()
         self._interval = self._last_sent = self._step = 0.0
         self._start_time = time.monotonic()
+        self._time = JobTime(1, self._start_time)
         self._noted_late = False
         self._first_sample_time = 0.0
         self._top_server: TopServer | None = None
@@ -148,6 +152,9 @@ class JobMonitor:
 
     @_never_raises
     def _receive_sample(self, number: int, text: str) -> None:
+        if is_time_report(text.encode()):
+            self._receive_report(number, text)
+            return
         try:
             sample = parse_sample(text)
         except ValueError:
@@ -160,23 +167,46 @@ class JobMonitor:
                 self._aggregator.remove_worker(number)
         self._step = sample.step or self._step
 
+    def _receive_report(self, number: int, text: str) -> None:
+        try:
+            time_report, now = parse_time_report(text), time.monotonic()
+        except ValueError:
+            return  # as in `_receive_sample`
+        with self._lock:
+            self._time.add_report(number, time_report, now)
+
     @_never_raises
     def _record_event(self, text: str) -> None:
         with self._lock:
             self._aggregator.add_event(text, time.monotonic())
 
     @_never_raises
-    def rank_ended(self, number: int) -> None:
+    def expect(self, ranks: int) -> None:
+        """Sets the number of ranks that the user wants, before any rank starts."""
+        with self._lock:
+            self._time = JobTime(ranks, self._start_time)
+
+    @_never_raises
+    def ranks_started(self, numbers: Sequence[int]) -> None:
+        with self._lock:
+            for number in numbers:
+                self._time.add_process(number, time.monotonic())
+
+    @_never_raises
+    def rank_ended(self, number: int, how: str) -> None:
+        """Records the end of a process; see `JobTime.end_process`."""
         with self._lock:
             self._ended.add(number)
             self._aggregator.remove_worker(number)
+            self._time.end_process(number, time.monotonic(), how=how)
 
     @_never_raises
-    def members_changed(self, joined: int, lost: int) -> None:
-        """Adds the counts of workers that joined, and of members that were lost."""
+    def members_changed(self, members: Sequence[int], joined: int, lost: int) -> None:
+        """Records a new epoch: its members, how many joined, how many were lost."""
         with self._lock:
             self._aggregator.joins += joined
             self._aggregator.losses += lost
+            self._time.change_members(members, time.monotonic())
 
     @_never_raises
     def set_spares(self, spares: list[tuple[int, str, bool]]) -> None:
@@ -227,8 +257,10 @@ class JobMonitor:
             ]
             changes = {"joins": aggregator.joins, "losses": aggregator.losses}
             spares = {} if aggregator.spares is None else {"spares": aggregator.spares}
+            shares = self._time.shares(now)
         about = {**self._about, **changes, **spares, "seconds": now - self._start_time}
-        return {"job": about, "view": seen.message(), "events": events}
+        message = {"job": about, "view": seen.message(), "events": events}
+        return {**message, "time": shares}
 
     def _render_metrics(self) -> str:
         """Returns the metrics as text. Any thread may call this method.
@@ -243,6 +275,7 @@ class JobMonitor:
             window = self._recent[0] if self._recent else Window(0, {}, now)
             seen = self._view(window, now)
             families = metrics.job_metrics(self._aggregator, seen, package.version())
+            families += metrics.time_metrics(self._time.shares(now))
             text = metrics.format_metrics(families)
             self._text = now, text
             return text
@@ -258,12 +291,19 @@ class JobMonitor:
 
     def close(self) -> None:
         """Closes all servers, and prints a summary if reports are configured."""
+        self._sum_up(time.monotonic())
         if self._options.report and self._reported and not self.broken:
             seconds = time.monotonic() - self._first_sample_time
             summary = report.format_summary(self._aggregator, seconds, self._step)
             self._console.write_lines(summary)
         self._reported = None
         self._close_servers()
+
+    @_never_raises
+    def _sum_up(self, now: float) -> None:
+        with self._lock:
+            if shares := self._time.shares(now):
+                self.goodput = format_goodput(shares, self._time.seconds)
 
     def _close_servers(self) -> None:
         for server in (self._top_server, self._endpoint, self._file):
