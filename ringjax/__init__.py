@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ringjax.observe.scalars import write_scalars as write_scalars
     from ringjax.observe.statistics import recent_calls as recent_calls
     from ringjax.observe.statistics import stats as stats
+    from ringjax.observe.time_use import progress as progress
     from ringjax.observe.time_use import time_for as time_for
     from ringjax.ops import Adasum as Adasum
     from ringjax.ops import Average as Average
@@ -106,7 +107,7 @@ _NAMES_BY_MODULE = {
     "observe.prometheus": "PrometheusCollector",
     "observe.scalars": "write_scalars",
     "observe.statistics": "recent_calls stats",
-    "observe.time_use": "time_for",
+    "observe.time_use": "progress time_for",
     "timeline": "start_timeline stop_timeline",
     "ops": "Adasum Average Max Min Product Sum",
     "runtime.build": """

@@ -448,6 +448,11 @@ def horovod_names(environ: Mapping[str, str] = os.environ) -> list[str]:
     return sorted(name for name in given if name.startswith("HOROVOD_"))
 
 
+def kubeflow_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables that Kubeflow sets in the pods of a TrainJob."""
+    return {n: text for n, text in environ.items() if n.startswith("KUBEFLOW_TRAINER_")}
+
+
 def _show(value: object) -> str:
     if value is None or value == "":
         return "-"

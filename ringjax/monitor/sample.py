@@ -151,7 +151,7 @@ def parse_sample(text: str) -> Sample:
         name: checked_number(message.get(name, 0), int) for name in _INTEGERS
     }
     fields |= {name: checked_number(message.get(name, 0), float) for name in _FLOATS}
-    fields |= {name: _printable(message.get(name, "")) for name in _TEXTS}
+    fields |= {name: printable_text(message.get(name, "")) for name in _TEXTS}
     return Sample(
         rank,
         size,
@@ -176,7 +176,8 @@ def checked_number(value: object, kind: type[_Number]) -> _Number:
     return kind(value)
 
 
-def _printable(value: object) -> str:
+def printable_text(value: object) -> str:
+    """Returns a text cut and without control characters. Raises ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"no text: {value!r:.40}")
     return "".join(c if c.isprintable() else "?" for c in value[:_MAX_TEXT])
@@ -218,7 +219,7 @@ def _parse_collective(value: object) -> tuple[CollectiveKey, CollectiveSums]:
         wait=_parse_histogram(numbers[5]),
         move=_parse_histogram(numbers[6]),
     )
-    return (_printable(op), lane, checked_number(process_set, int)), totals
+    return (printable_text(op), lane, checked_number(process_set, int)), totals
 
 
 def _parse_histogram(value: object) -> list[int]:

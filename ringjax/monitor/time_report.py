@@ -7,10 +7,22 @@ watches. `parse_time_report` checks every field, because a rank may run on anoth
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ringjax.monitor.sample import checked_number
+from ringjax.monitor.sample import checked_number, printable_text
+
+_MAX_METRICS = 16  # most metrics of one progress
+_COUNTS = ("step", "total")
+
+
+@dataclass(slots=True)
+class Progress:
+    """The values of the program's last call of `ringjax.progress`."""
+
+    step: int = 0
+    total: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -30,6 +42,7 @@ class TimeReport:
             ringjax and orbax have written meanwhile.
         end: the seconds since the last call, only in the last report of a rank.
         last: whether this is the last report of the rank.
+        progress: how far the program is; None if it does not say so.
     """
 
     age: float = 0.0
@@ -45,6 +58,7 @@ class TimeReport:
     other: float = 0.0
     end: float = 0.0
     last: bool = False
+    progress: Progress | None = None
 
     def text(self) -> str:
         """Formats the report as a line of JSON, without the newline.
@@ -80,6 +94,19 @@ def parse_time_report(text: str) -> TimeReport:
             name: checked_number(given.get(name, 0), float) for name in _SECONDS
         }
         read |= {name: given.get(name, False) is True for name in ("trains", "last")}
+        read["progress"] = _parse_progress(given.get("progress"))
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"no report: {error!r:.80}") from None
     return TimeReport(**read)
+
+
+def _parse_progress(given: Any) -> Progress | None:
+    if given is None:
+        return None
+    metrics = {
+        printable_text(name): float(value)
+        for name, value in list(given.get("metrics", {}).items())[:_MAX_METRICS]
+        if isinstance(value, int | float)
+    }
+    step, total = (checked_number(given.get(name, 0), int) for name in _COUNTS)
+    return Progress(step, total, metrics)

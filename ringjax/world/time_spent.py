@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ringjax import _native
-from ringjax.monitor.time_report import TimeReport
+from ringjax.monitor.time_report import Progress, TimeReport
 
 _MAX_MARKS = 1024  # enough marks for the start of a program
 _KEY = ("lane", "set", "op", "name", "bytes")
@@ -33,7 +33,11 @@ class _Mark(NamedTuple):
 
 
 class TimeSpent:
-    """Adds up the time of this process by parts; see `TimeReport`. Thread-safe."""
+    """Adds up the time of this process by parts; see `TimeReport`. Thread-safe.
+
+    Attributes:
+        progress: what the program has told by `ringjax.progress`.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,6 +46,7 @@ class TimeSpent:
         self._before = 0.0  # seconds of waiting that the recorder had at the beginning
         self._compiled = 0.0  # seconds of compilations before the first step
         self._inside = 0  # how many blocks are open; inside of one nothing else counts
+        self.progress: Progress | None = None
         self._reset(clock())
 
     def _reset(self, now: float) -> None:
@@ -157,6 +162,7 @@ class TimeSpent:
                 age=now - self._began,
                 trains=self._first_step is not None,
                 last=last,
+                progress=self.progress,
                 **self._seconds,
             )
             if self._first_step is None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ringjax.monitor.job_time import LOST, PROGRESS, JobTime, format_goodput
 from ringjax.monitor.metrics import format_metrics, time_metrics
-from ringjax.monitor.time_report import TimeReport, parse_time_report
+from ringjax.monitor.time_report import Progress, TimeReport, parse_time_report
 
 
 def report(age: float, **parts: Any) -> TimeReport:
@@ -173,13 +173,14 @@ def test_metrics_have_each_part() -> None:
 
 
 def test_reports_pass_through_their_text() -> None:
-    told = report(3.5, waiting=1.25)
+    told = report(3.5, waiting=1.25, progress=Progress(2, 8, {"loss": 0.5}))
     assert parse_time_report(told.text()) == told
 
 
 MALFORMED = (
     *("{", "[]", '{"time":3}', '{"time":{"age":"x"}}', '{"time":{"start":1e999}}'),
-    *('{"time":{"waiting":true}}', '{"time":' + "[" * 100_000),
+    *('{"time":{"progress":{"step":-1}}}', '{"time":{"progress":7}}'),
+    *('{"time":{"progress":{"metrics":[1]}}}', '{"time":' + "[" * 100_000),
 )
 NAMES = st.sampled_from([each.name for each in fields(TimeReport)])
 VALUES = st.none() | st.booleans() | st.floats() | st.text() | st.integers()

@@ -30,7 +30,7 @@ NAMES = """
     gloo_enabled group_rank group_size grouped_allgather grouped_allreduce
     grouped_alltoall grouped_broadcast grouped_reducescatter init is_homogeneous
     is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
-    nccl_built profile rank recent_calls reducescatter remove_process_set
+    nccl_built profile progress rank recent_calls reducescatter remove_process_set
     replica_set rocm_built run shutdown size start_timeline stats stop_timeline
     sycl_built time_for weighted_loss write_scalars
 """

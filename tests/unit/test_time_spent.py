@@ -164,3 +164,7 @@ def test_a_new_count_begins_with_a_new_membership(process: Process) -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="'data' is neither"):
         ringjax.time_for("data")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step=-1"):
+        ringjax.progress(-1, 10)
+    with pytest.raises(ValueError, match="total=0"):
+        ringjax.progress(0, 0)

@@ -19,6 +19,7 @@ from ringjax.monitor.aggregator import Aggregator, Window
 from ringjax.monitor.job_time import JobTime, format_goodput
 from ringjax.monitor.sample import parse_sample
 from ringjax.monitor.time_report import is_time_report, parse_time_report
+from ringjax.monitor.trainjob_status import TrainJobStatus, runs_in_trainjob
 from ringjax.run.console import Console
 from ringjax.run.hosts.agent_pool import AgentPool
 from ringjax.run.hosts.job_spec import JobSpec
@@ -90,6 +91,8 @@ class JobMonitor:
         self._endpoint: PrometheusEndpoint | None = None
         self._file: PrometheusTextFile | None = None
         self._text = 0.0, ""  # the time and the text of the last metrics
+        self._env = spec.env
+        self._trainjob: TrainJobStatus | None = None
         agents.on_sample = self._receive_sample
         console.on_note = self._record_event
 
@@ -104,6 +107,8 @@ class JobMonitor:
         except OSError:
             # Without a socket, `ringjax top` does not find this job.
             self._top_server = None
+        if runs_in_trainjob(self._env):
+            self._trainjob = TrainJobStatus(self._env, note)
         try:
             if options.host or options.file:
                 # http.server is imported only here, because its import takes long.
@@ -174,6 +179,8 @@ class JobMonitor:
             return  # as in `_receive_sample`
         with self._lock:
             self._time.add_report(number, time_report, now)
+        if self._trainjob is not None and time_report.progress is not None:
+            self._trainjob.update(time_report.progress, now)
 
     @_never_raises
     def _record_event(self, text: str) -> None:
@@ -306,7 +313,7 @@ class JobMonitor:
                 self.goodput = format_goodput(shares, self._time.seconds)
 
     def _close_servers(self) -> None:
-        for server in (self._top_server, self._endpoint, self._file):
+        for server in (self._top_server, self._endpoint, self._file, self._trainjob):
             if server is not None:
                 server.close()
-        self._top_server = self._endpoint = self._file = None
+        self._top_server = self._endpoint = self._file = self._trainjob = None
