@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from bisect import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -199,10 +200,12 @@ class TimeSpent:
         self._first_step = first
         early = dict.fromkeys(self._seconds, 0.0)
         explained = _waits(events, self._began, first)
+        ends = [event["done"] for event in events]
         for mark in self._marks:
             early[mark.part] += max(0.0, min(mark.ended, first) - mark.began)
             if mark.part != "compile" and mark.began > first:
-                explained += _waits(events, mark.began, mark.ended)
+                inside = events[bisect(ends, mark.began) : bisect(ends, mark.ended)]
+                explained += _waits(inside, mark.began, mark.ended)
         self._compiled = early.get("compile", 0.0)
         self._start = max(0.0, first - self._began - sum(early.values()))
         self._explained = explained
