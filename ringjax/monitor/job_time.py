@@ -20,6 +20,9 @@ LOST = (
     *("checkpoints", "other", "end"),
 )
 
+# Seconds by which a report may be older than its rank is known to the launcher.
+_MAX_DELAY = 5.0
+
 
 @dataclass(slots=True)
 class _MemberTime:
@@ -30,6 +33,7 @@ class _MemberTime:
         joined: whether the worker joined after the start of the job.
         report: the latest report, received at `received`; before it, the reports of
             earlier calls of `init` in this process are in `earlier`.
+        base: what the rank had spent before this launcher came.
         elsewhere: the seconds of other workers in which this worker may have waited
             for them, at the time when this worker became a member.
     """
@@ -41,10 +45,13 @@ class _MemberTime:
     report: TimeReport | None = None
     received: float = 0.0
     earlier: list[TimeReport] = field(default_factory=list)
+    base: TimeReport = field(default_factory=TimeReport)
 
     def total(self, name: str) -> float:
+        """Returns a field of all reports together, without that of `base`."""
         reports = [*self.earlier, *([self.report] if self.report else [])]
-        return float(sum(getattr(each, name) for each in reports))
+        seconds = sum(getattr(each, name) for each in reports)
+        return float(seconds - getattr(self.base, name))
 
 
 class JobTime:
@@ -68,6 +75,7 @@ class JobTime:
         self._wanted, self._began, self._counted = wanted, now, now
         self._all: dict[int, _MemberTime] = {}
         self._present: set[int] = set()
+        self._gone: set[int] = set()  # members whose processes have ended
         self._finished = 0
         self._pending: set[int] = set()  # processes that are not members yet
         self._vacant = dict.fromkeys(LOST, 0.0)
@@ -103,10 +111,11 @@ class JobTime:
         """Records the end of a process: "lost", "finished", or "left" as asked to."""
         self._count_until(now)
         self._pending.discard(worker)
-        if worker not in self._present:
+        if worker not in self._all or worker in self._gone:
             return
-        self._end(worker, now)
+        self._gone.add(worker)
         self._present.discard(worker)
+        self._end(worker, now)
         self._finished += how == "finished"
         # A rank that leaves because it was asked to is not wanted any more.
         self._wanted = max(self._wanted - (how == "left"), 1)
@@ -122,7 +131,9 @@ class JobTime:
             member = self._all[worker]
             member.since = max(self._began, now - report.age)
         before = member.report
-        if before is not None and report.age < before.age:
+        if before is None and report.age > now - member.since + _MAX_DELAY:
+            member.base = report  # an earlier launcher has started this rank
+        elif before is not None and report.age < before.age:
             member.earlier.append(before)  # the process has called `init` again
         member.report, member.received = report, now
 

@@ -26,7 +26,7 @@ from ringjax.settings import mpi_library
 from ringjax.world import devices as cuda_devices
 from ringjax.world.device_ranks import DeviceRanks, Pair
 from ringjax.world.key_value_store import KeyValueStore
-from ringjax.xla import jax_client
+from ringjax.xla import compile_time, jax_client
 from ringjax.xla.narrow_types import carrier
 from ringjax.xla.priming import Priming
 
@@ -67,6 +67,7 @@ def enable() -> None:
     backend.register_backend_factory(
         "cpu", _make_client, priority=0, fail_quietly=False
     )
+    compile_time.watch()
     atexit.register(_close_at_exit)
     os.register_at_fork(after_in_child=_close_in_child)
 

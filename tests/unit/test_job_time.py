@@ -136,6 +136,29 @@ def test_a_rank_that_left_as_asked_is_not_wanted_any_more() -> None:
     assert shares_of(time, 10.0)[PROGRESS] == pytest.approx(1.0)
 
 
+def test_a_rank_may_leave_its_epoch_before_its_process_ends() -> None:
+    time = JobTime(2, 0.0)
+    time.change_members([0, 1], 0.0)
+    time.change_members([0], 5.0)
+    for _ in range(2):  # an agent may tell the end twice
+        time.end_process(1, 6.0, how="left")
+    time.add_report(0, report(10.0), 10.0)
+    time.add_report(1, report(5.0, last=True), 5.0)
+    # 10 + 5 s of progress, and one second between the epoch and the end of rank 1.
+    assert shares_of(time, 10.0)["losses"] == pytest.approx(1 / 16)
+
+
+def test_a_launcher_that_takes_over_counts_from_then_on() -> None:
+    """The ranks have run for 1000 s. In 10 more seconds, rank 0 waits for 2 s."""
+    time = JobTime(1, 0.0)
+    time.change_members([0], 1.0)
+    time.add_report(0, report(1000.0, start=50.0, waiting=100.0), 2.0)
+    time.add_report(0, report(1008.0, start=50.0, waiting=102.0), 10.0)
+    shares = shares_of(time, 11.0)
+    assert shares["stragglers"] == pytest.approx(2 / 11)
+    assert shares["start"] == pytest.approx(1 / 11)  # until the launcher found it
+
+
 def test_a_second_init_in_one_process_continues_its_sums() -> None:
     time = JobTime(1, 0.0)
     time.change_members([0], 0.0)
