@@ -21,7 +21,8 @@ from support.launch import ROOT
 from support.waiting import LONG, until
 
 from ringjax.config import Config
-from ringjax.monitor import metrics, view
+from ringjax.monitor.import metrics, view
+from ringjax.monitor.job_time import PROGRESS
 from ringjax.monitor.aggregator import Aggregator
 from ringjax.monitor.metrics import MetricFamily
 from ringjax.monitor.sample import BUCKETS, CollectiveSums, Sample
@@ -45,7 +46,9 @@ def _job(ranks: int = 3) -> str:
             aggregator.add_sample(rank, told, when)
     aggregator.spares = [(7, "n1", True), (8, "n1", False), (9, "n2", True)]
     seen = view.make_view(aggregator, window, 2.0)
-    return metrics.format_metrics(metrics.job_metrics(aggregator, seen, "1.2.3"))
+    families = metrics.job_metrics(aggregator, seen, "1.2.3")
+    families += metrics.time_metrics({PROGRESS: 0.75, "start": 0.25})
+    return metrics.format_metrics(families)
 
 
 def test_prometheuss_own_parser_reads_it() -> None:
@@ -55,6 +58,8 @@ def test_prometheuss_own_parser_reads_it() -> None:
     spares = families["ringjax_spares"].samples
     assert {s.labels["state"]: s.value for s in spares} == {"asleep": 2, "starting": 1}
     assert families["ringjax_build_info"].samples[0].labels == {"version": "1.2.3"}
+    lost = families["ringjax_lost_time_ratio"].samples
+    assert [(s.labels, s.value) for s in lost] == [({"part": "start"}, 0.25)]
     info = families["ringjax_rank_info"].samples
     assert {s.labels["host"] for s in info} == {'no"de\\a\n'}
     failures = families["ringjax_collective_failures"]
