@@ -34,6 +34,7 @@ class _MemberTime:
         report: the latest report, received at `received`; before it, the reports of
             earlier calls of `init` in this process are in `earlier`.
         base: what the rank had spent before this launcher came.
+        silent: the seconds that others waited until they knew that the worker was lost.
         elsewhere: the seconds of other workers in which this worker may have waited
             for them, at the time when this worker became a member.
     """
@@ -46,6 +47,7 @@ class _MemberTime:
     received: float = 0.0
     earlier: list[TimeReport] = field(default_factory=list)
     base: TimeReport = field(default_factory=TimeReport)
+    silent: float = 0.0
 
     def total(self, name: str) -> float:
         """Returns a field of all reports together, without that of `base`."""
@@ -75,6 +77,8 @@ class JobTime:
         self._wanted, self._began, self._counted = wanted, now, now
         self._all: dict[int, _MemberTime] = {}
         self._present: set[int] = set()
+        # For each worker that left its epoch, the losses that the others had reported.
+        self._losses_before: dict[int, dict[int, float]] = {}
         self._gone: set[int] = set()  # members whose processes have ended
         self._finished = 0
         self._pending: set[int] = set()  # processes that are not members yet
@@ -102,6 +106,10 @@ class JobTime:
             self._all[worker] = _MemberTime(now, joined, elsewhere)
         for worker in self._present.difference(workers):
             self._end(worker, now)
+            others = self._present.intersection(workers)
+            self._losses_before[worker] = {
+                other: self._all[other].total("losses") for other in others
+            }
         ended = {w for w in workers if self._all[w].until is not None}
         self._present = set(workers) - ended
         self._pending.difference_update(workers)
@@ -136,6 +144,10 @@ class JobTime:
         elif before is not None and report.age < before.age:
             member.earlier.append(before)  # the process has called `init` again
         member.report, member.received = report, now
+        for gone, before_loss in self._losses_before.items():
+            if worker in before_loss:
+                waited = member.total("losses") - before_loss.pop(worker)
+                self._all[gone].silent = max(self._all[gone].silent, waited)
 
     def _count_until(self, now: float) -> None:
         """Adds the time since the last event of ranks that were no members."""
@@ -183,8 +195,11 @@ class JobTime:
         parts["stragglers"] = member.total("waiting")
         for name in ("checkpoints", "other", "losses", "joins"):
             parts[name] += member.total(name)
+        # A rank that froze has not trained until it was declared lost.
+        unreported = max(0.0, until - member.received)
+        parts["losses"] += min(member.silent, unreported)
         if report.last:
-            parts["end"] = report.end + max(0.0, until - member.received)
+            parts["end"] = report.end + unreported
         self._explain_waits(member, parts)
         # The clocks of a rank and of the launcher begin some milliseconds apart.
         spent = sum(parts.values())

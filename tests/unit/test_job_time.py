@@ -136,6 +136,21 @@ def test_a_rank_that_left_as_asked_is_not_wanted_any_more() -> None:
     assert shares_of(time, 10.0)[PROGRESS] == pytest.approx(1.0)
 
 
+def test_a_frozen_rank_does_not_train_until_it_is_declared_lost() -> None:
+    """Rank 1 freezes in second 4. In second 7 rank 0 continues without it."""
+    time = JobTime(2, 0.0)
+    time.change_members([0, 1], 0.0)
+    for rank in range(2):
+        time.add_report(rank, report(3.0), 3.0)
+    time.change_members([0], 7.0)
+    time.add_report(0, report(8.0, losses=3.0), 8.0)
+    time.end_process(1, 9.0)
+    time.add_report(0, report(10.0, losses=3.0), 10.0)
+    shares = shares_of(time, 10.0)
+    assert shares["losses"] == pytest.approx((3 + 3 + 3) / 20)
+    assert shares[PROGRESS] == pytest.approx((7 + 4) / 20)
+
+
 def test_a_rank_may_leave_its_epoch_before_its_process_ends() -> None:
     time = JobTime(2, 0.0)
     time.change_members([0, 1], 0.0)
