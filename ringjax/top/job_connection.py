@@ -70,10 +70,17 @@ def parse_status(text: bytes) -> JobStatus:
             int(job.get("losses", 0)),
             [(float(ago), str(what)) for ago, what in message.get("events", [])],
             [(int(w), str(host), bool(r)) for w, host, r in job.get("spares", [])],
-            {str(p): float(share) for p, share in message.get("time", {}).items()},
+            _parse_shares(message.get("time", {})),
         )
     except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"no message of ringrun's: {error!r}") from None
+
+
+def _parse_shares(given: dict[str, float]) -> dict[str, float]:
+    shares = {str(part): float(share) for part, share in given.items()}
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError(f"no shares: {shares!r:.80}")
+    return shares
 
 
 class JobConnection:

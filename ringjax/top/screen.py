@@ -18,7 +18,7 @@ from ringjax.top import table
 from ringjax.top.job_connection import JobStatus
 
 _STYLES = {table.LATE: "bold red", table.SILENT_RANK: "yellow", table.PLAIN: ""}
-_FRAME_LINES = 14  # lines of the screen that show neither ranks nor events
+_FRAME_LINES = 13  # lines of the screen that show neither ranks nor events
 _EVENT_COLUMNS = 17  # columns for the frame and the age of an event, left of its text
 
 
@@ -37,7 +37,7 @@ def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Pa
     if text := table.spares_text(status):
         parts.append(_line(text))
     if text := table.goodput_text(status):
-        parts.append(Text(text))
+        parts.append(_line(text))
     if text := table.straggler_text(status):
         parts.append(Text(text[: 2 * (width - 4)], "bold red"))
     if events.row_count:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ringjax.monitor.aggregator import SILENT_SECONDS
-from ringjax.monitor.job_time import format_goodput
+from ringjax.monitor.job_time import PROGRESS, format_goodput
 from ringjax.monitor.report import format_duration
 from ringjax.monitor.view import RankView
 from ringjax.top.job_connection import JobStatus
@@ -123,7 +123,8 @@ def head(status: JobStatus) -> list[str]:
 
 def goodput_text(status: JobStatus) -> str:
     """Says where the job's time has gone, or returns "" if no rank trains yet."""
-    return format_goodput(status.shares, status.seconds) if status.shares else ""
+    known = PROGRESS in status.shares
+    return format_goodput(status.shares, status.seconds) if known else ""
 
 
 def chosen(status: JobStatus, most: int) -> list[RankView]:

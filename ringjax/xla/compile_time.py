@@ -10,7 +10,7 @@ import functools
 import threading
 from typing import Any
 
-import jax
+from jax import monitoring
 
 from ringjax.world.time_spent import spent
 
@@ -26,7 +26,7 @@ _CHECKPOINT = (
 @functools.cache
 def watch() -> None:
     """Begins to count in this process. Further calls do nothing."""
-    jax.monitoring.register_event_duration_secs_listener(_on_duration)
+    monitoring.register_event_duration_secs_listener(_on_duration)
 
 
 def _on_duration(event: str, duration_secs: float, **_: Any) -> None:

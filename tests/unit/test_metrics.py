@@ -21,9 +21,9 @@ from support.launch import ROOT
 from support.waiting import LONG, until
 
 from ringjax.config import Config
-from ringjax.monitor.import metrics, view
-from ringjax.monitor.job_time import PROGRESS
+from ringjax.monitor import metrics, view
 from ringjax.monitor.aggregator import Aggregator
+from ringjax.monitor.job_time import PROGRESS
 from ringjax.monitor.metrics import MetricFamily
 from ringjax.monitor.sample import BUCKETS, CollectiveSums, Sample
 from ringjax.run.monitor.options import MonitorOptions, monitor_options

@@ -93,6 +93,17 @@ def test_samples_of_ranks_are_forwarded(
         assert late.recv(100) == b"2\n"
 
 
+def test_time_reports_are_forwarded_although_nobody_watches(
+    loop: Loop, relay: TelemetryRelay, forwarded: list[Message]
+) -> None:
+    with _connect_rank(relay, b'{"id":7}\n') as rank:
+        rank.sendall(b'{"rank":0}\n{"time":{"age":1.5}}\n')
+        loop.run()
+        loop.run()
+    text = '{"time":{"age":1.5}}'
+    assert forwarded == [{"is": "sample", "id": 7, "text": text}]
+
+
 @pytest.mark.parametrize(
     "greeting",
     [

@@ -20,6 +20,7 @@ from ringjax.monitor import sockets
 from ringjax.world import telemetry_client
 from ringjax.world.rank_info import RankInfo
 from ringjax.world.telemetry_client import TelemetryClient
+from ringjax.world.time_spent import TimeSpent
 
 INTERVAL = 0.5  # seconds between two samples
 
@@ -94,6 +95,30 @@ def test_samples_after_a_pause_wait_for_the_next_interval(
         assert time.time() >= moment
     finally:
         client.close()
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> TimeSpent:
+    """Makes this process a member of a job, only for the telemetry client."""
+    spent = TimeSpent()
+    spent.begin(_native.Recorder(16, "rank 0", ""))
+    monkeypatch.setattr(telemetry_client, "spent", spent)
+    monkeypatch.setattr(telemetry_client, "_MIN_REPORT_INTERVAL", 0.1)
+    return spent
+
+
+def test_time_reports_are_sent_although_nobody_watches(
+    agent: Agent, member: TimeSpent
+) -> None:
+    client = TelemetryClient(source(), agent.name, 3)
+    try:
+        agent.accept()
+        first, second = agent.read(), agent.read()
+        assert first and second and first["time"]["age"] < second["time"]["age"]
+    finally:
+        client.close()
+    *_, last = iter(agent.read, None)
+    assert last["time"]["last"]
 
 
 def test_close_during_connect_ends_the_client(

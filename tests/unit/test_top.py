@@ -24,11 +24,15 @@ from support.waiting import LONG
 
 from ringjax.control.polling import wait_readable
 from ringjax.monitor import sockets
+from ringjax.monitor.job_time import LOST, PROGRESS
 from ringjax.monitor.view import RankView, View
 from ringjax.top import cli, screen, table
 from ringjax.top.job_connection import JobConnection, JobEnded, JobStatus, parse_status
 
 RECORDED = (ROOT / "docs/pictures/top.json").read_bytes()
+
+
+SHARES = {PROGRESS: 0.1, **dict.fromkeys(LOST, 0.9 / len(LOST))}
 
 
 def _large(ranks: int = 500) -> JobStatus:
@@ -51,7 +55,8 @@ def _large(ranks: int = 500) -> JobStatus:
     events = [(1e6, "a rank was lost " * 20), (0.0, "x")]
     spares = [(number, f"a-host-{number}", number % 2 == 0) for number in range(9)]
     return JobStatus(
-        view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events, spares
+        *(view, 1 << 22, "python " + "long " * 50, True, 1e6, 999, 999, events),
+        *(spares, SHARES),
     )
 
 
@@ -84,6 +89,7 @@ def test_slow_and_silent_ranks_are_shown_first() -> None:
     text = "\n".join(table.lines(_large(), most=5))
     assert "... and 495 more" in text and "no news for 2:46:39" in text
     assert "all wait for rank 400: last in 100% of the calls, 123 s late" in text
+    assert "goodput 10.0 % of 277 h 46 min: start 10.0 %, compile 10.0 %" in text
 
 
 def test_spares_are_named() -> None:
@@ -108,6 +114,8 @@ def test_text_of_the_recorded_status() -> None:
         b'{"view": {"seconds": 1, "rows": [{}]}}',
         b'{"view": {"seconds": 1}, "job": []}',
         b'{"view": {"seconds": 1}, "events": [1]}',
+        b'{"view": {"seconds": 1}, "time": {"start": NaN}}',
+        b'{"view": {"seconds": 1}, "time": [1]}',
         b"[" * 100_000,
     ],
 )
@@ -253,6 +261,15 @@ def test_once_prints_one_block(socket_folder: Path) -> None:
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.count("4 ranks on 2 hosts") == 1
     assert "\x1b" not in done.stdout  # standard output is not a terminal
+
+
+def test_a_view_is_a_line_of_json(socket_folder: Path) -> None:
+    message = json.dumps({**json.loads(RECORDED), "time": SHARES}).encode() + b"\n"
+    with Ringrun(message * 3, hangs=True):
+        done = _top(socket_folder, "--once", "--json")
+    assert done.returncode == 0 and done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["shares"] == SHARES and len(found["view"]["rows"]) == 4
 
 
 def test_the_end_of_a_job_is_printed(socket_folder: Path) -> None:
