@@ -27,15 +27,16 @@ def picture(status: JobStatus, width: int = table.WIDTH, height: int = 24) -> Pa
     events, taken = _events(
         status, width, max(0, min(height // 3, height - _FRAME_LINES))
     )
-    taken += bool(status.spares)
+    spares = table.spares_text(status) if height > _FRAME_LINES + 1 else ""
+    taken += bool(spares)
     ranks = _ranks(status, max(1, height - _FRAME_LINES - taken))
     first, second = (_line(text) for text in table.head(status))
     first.stylize("bold")
     parts: list[Text | Table] = [first, second, ranks]
     if left := len(status.view.rows) - ranks.row_count:
         parts.append(Text(f" ... and {left} more", "dim"))
-    if text := table.spares_text(status):
-        parts.append(_line(text))
+    if spares:
+        parts.append(_line(spares))
     if text := table.goodput_text(status):
         parts.append(_line(text))
     if text := table.straggler_text(status):

@@ -101,6 +101,16 @@ def refuse_elastic_options(options: SizeOptions, *, listens: bool) -> None:
         )
 
 
+def _check_script(options: SizeOptions, hosts: Sequence[HostSlots] | None) -> None:
+    names, script = options.names, options.script
+    if script is not None and not script.strip():
+        raise ValueError(f"{names['script']}: no command given")
+    if script is not None and hosts is not None:
+        raise ValueError(f"{names['script']}: it finds the hosts; do not give others")
+    if script is None and options.slots is not None:
+        raise ValueError(f"{names['slots']}: only for hosts that a script finds")
+
+
 def resolve_settings(
     options: SizeOptions,
     hosts: Sequence[HostSlots] | None = None,
@@ -120,16 +130,11 @@ def resolve_settings(
         >>> resolve_settings(SizeOptions(np=4, min_np=2)).max_np
         4
     """
-    names, np, script, slots = options.names, options.np, options.script, options.slots
+    names, np, script = options.names, options.np, options.script
     min_np, max_np, spares = options.min_np, options.max_np, options.spares or 0
     if spares < 0:
         raise ValueError(f"{names['spares']} {spares}: less than 0")
-    if script is not None and not script.strip():
-        raise ValueError(f"{names['script']}: no command given")
-    if script is not None and hosts is not None:
-        raise ValueError(f"{names['script']}: it finds the hosts; do not give others")
-    if script is None and slots is not None:
-        raise ValueError(f"{names['slots']}: only for hosts that a script finds")
+    _check_script(options, hosts)
     if listens:
         np = np or min_np
     elif script is None and hosts is None:
@@ -162,7 +167,7 @@ def resolve_settings(
         max_np=most,
         hosts=hosts,
         script=script or "",
-        slots=slots or 1,
+        slots=options.slots or 1,
         reset_limit=options.reset_limit,
         cooldown=_cooldown(options.cooldown_range, names),
         group=group,
