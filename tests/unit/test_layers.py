@@ -23,7 +23,7 @@ LAYERS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "explain", "top", "__main__", "mxnet", "lightning"},
     {"optim", "sync", "elastic", "observe", "tuning", "profile"},
-    {"collectives", "compression"},
+    {"collectives", "compression", "exact"},
     {"xla", "eager"},
     {"runtime", "timeline", "world"},
     {"run", "membership", "links", "monitor"},
@@ -47,7 +47,7 @@ HOROVODS_PATHS = (
 MAX_TOP_MODULES = 16
 
 JAX = {"jax", "jaxlib", "optax"}
-JAX_USERS = {"xla", "collectives", "optim", "sync", "bench", "keras", "data"}
+JAX_USERS = {"xla", "collectives", "exact", "optim", "sync", "bench", "keras", "data"}
 # Modules that are loaded only if the program has loaded JAX or needs it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}

@@ -1,0 +1,196 @@
+"""Sums of gradients that have the same bits in any order and on any number of ranks.
+
+A step's global batch has a fixed number of pieces. The gradients of a piece are rounded
+once, to a multiple of a unit that all ranks agree on, and are added as integers. So the
+sum depends neither on the order of the pieces, nor on the ranks that compute them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ringjax.collectives.allreduce import allreduce
+from ringjax.exact import fixed_point
+from ringjax.exact.accumulator import Accumulator, Layout, check_layout, flatten
+from ringjax.ops import ReduceOp
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import PyTree
+
+MOST_PIECES = 65_536
+_INFINITY = 0x7F800000  # the bits of a float32
+# A leaf whose example is zeros starts with this exponent. Its first gradients may have
+# magnitudes from 2^-24 to 2 for 2,048 pieces; others make exchange repeat the step.
+_ZERO_EXPONENT = -8
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of the gradients of `pieces` pieces, with the same bits in any order.
+
+    The four methods work inside and outside of jit. An exponent is the floor(log2) of
+    the largest magnitude of a leaf in the last step. Values below 2^9 times this power
+    of two fit; `exchange` says whether the step has to be repeated with larger or
+    smaller exponents, because values did not fit, or had too few bits. The exponents
+    belong to the state of the training: keep them in checkpoints.
+
+    Args:
+        pieces: the number of pieces of a step on all ranks together, 1 … 65,536.
+
+    Example:
+        >>> import jax.numpy as jnp, ringjax
+        >>> ringjax.init()
+        >>> sums = ringjax.exact.Sums(pieces=2)
+        >>> gradients = {"w": jnp.array([1.0, 2.0]), "b": jnp.array(0.5)}
+        >>> exponents = sums.exponents(gradients)
+        >>> total = sums.zeros(gradients)
+        >>> for _ in range(2):
+        ...     total = sums.add(total, gradients, exponents)
+        >>> mean, exponents, again, _ = sums.exchange(total, exponents)
+        >>> mean["w"].tolist(), bool(again)
+        ([1.0, 2.0], False)
+    """
+
+    pieces: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pieces <= MOST_PIECES:
+            raise ValueError(
+                f"ringjax.exact.Sums: `pieces` is {self.pieces}, expected 1 … "
+                f"{MOST_PIECES:,}, the pieces of all ranks together"
+            )
+
+    @property
+    def _lowest(self) -> int:
+        """The lowest exponent; leaves of smaller values use it, too."""
+        return fixed_point.LOWEST_UNIT - (
+            1 + fixed_point.MARGIN - fixed_point.width(self.pieces)
+        )
+
+    def exponents(self, tree: PyTree) -> Array:
+        """Returns int32[leaves], the exponents of example gradients."""
+        leaves, _ = flatten("exponents", tree)
+        all_bits = [fixed_point.magnitude(jnp.asarray(leaf)) for leaf in leaves]
+        finite = [jnp.where(bits < _INFINITY, bits, 0) for bits in all_bits]
+        tops = _stack([jnp.max(bits, initial=0) for bits in finite], jnp.int32)
+        return self._next(tops, jnp.full(tops.shape, _ZERO_EXPONENT, jnp.int32))
+
+    def zeros(self, tree: PyTree) -> Accumulator:
+        """Returns the sum of no piece, for gradients like `tree`: arrays or shapes."""
+        _, layout = flatten("zeros", tree)
+        count = len(layout.shapes)
+        return Accumulator(
+            words=jnp.zeros((layout.bounds[-1], 2), jnp.uint32),
+            counts=jnp.zeros((count, 2), jnp.int32),
+            top=jnp.zeros(count, jnp.float32),
+            checksum=jnp.zeros(4, jnp.uint32),
+            added=jnp.zeros((), jnp.int32),
+            layout=layout,
+        )
+
+    def add(self, total: Accumulator, tree: PyTree, exponents: Array) -> Accumulator:
+        """Adds the gradients of one piece, in any dtype of floats.
+
+        Values that do not fit are left out and counted. The exponents must be equal for
+        all pieces of a step.
+
+        Raises:
+            TypeError: a leaf has no dtype of floats.
+            ValueError: `tree` differs from that of `zeros` in its structure or shapes.
+        """
+        leaves, layout = flatten("add", tree)
+        check_layout(layout, total.layout)
+        if not leaves:
+            return total
+        units = fixed_point.units(exponents, self.pieces)
+        encoded = [
+            fixed_point.encode(x, units[i], self.pieces) for i, x in enumerate(leaves)
+        ]
+        with jax.enable_x64(True):
+            values = jnp.concatenate([value for value, _, _ in encoded])
+        tops = _stack([top for _, _, top in encoded], jnp.float32)
+        return Accumulator(
+            words=fixed_point.add(total.words, values),
+            counts=total.counts + jnp.stack([lost for _, lost, _ in encoded]),
+            top=jnp.maximum(total.top, tops),
+            checksum=fixed_point.add_checksums(
+                total.checksum, fixed_point.checksum(values)
+            ),
+            added=total.added + 1,
+            layout=layout,
+        )
+
+    def exchange(
+        self, total: Accumulator, exponents: Array, extra: Array | None = None
+    ) -> tuple[PyTree, Array, Array, Array]:
+        """Adds the sums of all ranks: a collective.
+
+        Args:
+            total: the pieces that this rank has added. Zero pieces are right, too.
+            exponents: the exponents that `add` has used.
+            extra: int32[k], integers to be added over the ranks on the way.
+
+        Returns:
+            The mean over the pieces, a tree of float32. A leaf is NaN if a value of it
+            was not finite, and all leaves are if the ranks have not added `pieces`
+            pieces together. Then the exponents of the next step; a bool, True on all
+            ranks if this step has to be repeated with these exponents; and the sums of
+            `extra`.
+        """
+        extra = jnp.zeros(0, jnp.int32) if extra is None else extra
+        finite = total.counts[:, 1] == 0
+        bits = jnp.where(finite, fixed_point.magnitude(total.top), _INFINITY)
+        # The largest come first: a rank that is lost later has told its own already,
+        # which are those of pieces that the survivors will add.
+        bits = _allreduce(bits, ReduceOp.Max)
+        with jax.enable_x64(True):
+            sums, added, extra = _allreduce(
+                (fixed_point.integers(total.words), total.added, extra), ReduceOp.Sum
+            )
+        next_exponents = self._next(bits, exponents)
+        right = (bits < _INFINITY) & (added == self.pieces)
+        mean = self._means(sums, exponents, right, total.layout)
+        return mean, next_exponents, self._misses(exponents, next_exponents), extra
+
+    def _next(self, bits: Array, exponents: Array) -> Array:
+        """Returns the exponents of leaves with these largest magnitudes.
+
+        A leaf of zeros and a leaf with values that are not finite keep theirs.
+        """
+        found = jnp.maximum(fixed_point.exponent(bits), self._lowest)
+        return jnp.where((bits > 0) & (bits < _INFINITY), found, exponents)
+
+    def _misses(self, exponents: Array, found: Array) -> Array:
+        """Returns True if a leaf needs an exponent that differs too much from its own.
+
+        Values are too large above the margin. Below, at least 25 bits of the largest
+        magnitude of a leaf are left. With the exponents `found`, both are right.
+        """
+        most = fixed_point.width(self.pieces) - fixed_point.MARGIN - 26
+        return jnp.any(
+            (found > exponents + fixed_point.MARGIN) | (found < exponents - most)
+        )
+
+    def _means(
+        self, sums: Array, exponents: Array, right: Array, layout: Layout
+    ) -> PyTree:
+        units = fixed_point.units(exponents, self.pieces)
+        leaves = []
+        for i, (begin, end) in enumerate(itertools.pairwise(layout.bounds)):
+            mean = fixed_point.decode(sums[begin:end], units[i], self.pieces)
+            leaves.append(jnp.where(right[i], mean, jnp.nan).reshape(layout.shapes[i]))
+        return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def _allreduce(tree: PyTree, op: ReduceOp) -> PyTree:
+    return allreduce(tree, op, name="exact.exchange")
+
+
+def _stack(values: list[Array], dtype: Any) -> Array:
+    return jnp.stack(values) if values else jnp.zeros(0, dtype)
