@@ -94,6 +94,7 @@ ENGINE = {"engine/call", "engine/communicator", "engine/heartbeat", "engine/eage
 ENGINE |= {"engine/recorder"}
 INCLUDES = {
     "base": set(),
+    "exact": {"base"},
     "transport": {"base"},
     "collective": {"base"},
     "engine/call": {"base", "transport", "collective"},
@@ -113,7 +114,7 @@ INCLUDES = {
     "cuda": set(),  # some compilers receive only this folder
     "cuda/cuda_on_cpu.h": {"base", "cuda"},  # replaces CUDA's headers
     "device": {"base", "collective", "cuda", *ENGINE},
-    "ffi": {"base", "device", *ENGINE},
+    "ffi": {"base", "exact", "device", *ENGINE},
     "binding": {
         *("base", "transport", "collective", "cuda", "device", "ffi", "mpi", *ENGINE)
     },

@@ -44,6 +44,7 @@ OTHER = {
     "xla_ext/engine/call/agreement.h": "a function; the class is its argument",
     "xla_ext/engine/call/descriptor.h": "the description of a call",
     "xla_ext/engine/call/executor.h": "a function over endpoints",
+    "xla_ext/exact/fixed_point.h": "functions; the class is a result",
     "xla_ext/engine/communicator/straggler_probe.h": "the probe belongs to a policy",
     "xla_ext/ffi/registry.h": "functions over what is registered",
     "xla_ext/transport/ofi.h": "declares names of libfabric",
