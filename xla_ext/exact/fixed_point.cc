@@ -1,11 +1,23 @@
-// The loops, for the float types and two ways to convert between double and int64.
-// ByLevel compiles them for several levels of x86-64.
+// The loops over terms, sums and means. ByLevel compiles them for several levels of
+// x86-64; the one over floats has a form of its own for AVX-512.
 #include "exact/fixed_point.h"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <type_traits>
+
+#if defined(__x86_64__)
+// GCC 12 warns of its own undefined values in the functions of AVX-512 (GCC bug
+// 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
 
 #include "base/cpu_level.h"
 #include "base/float_mode.h"
@@ -16,35 +28,52 @@ namespace {
 
 using namespace kernels;
 
+// Vectors of four elements, in two registers where the CPU's are short. GCC and Clang
+// have no shorter way to write a loop whose vectors keep sums of their own.
+typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(32), aligned(8), may_alias));
+typedef int32_t Ints __attribute__((vector_size(16)));
+typedef int64_t Longs __attribute__((vector_size(32), aligned(8), may_alias));
+constexpr size_t kLanes = 4;
+constexpr size_t kStep = 16;  // the loops over terms take a multiple of it
+
 // Adding it rounds a double below 2^51 to an integer, which is then in the low bits.
 constexpr double kRounder = 0x1.8p52;
 
-// Conversions between double and int64 by instructions of AVX-512, or of other
-// architectures than x86-64.
-struct ByInstruction {
-  template <typename V>
-  RINGJAX_INLINE static int64_t ToInteger(V value) {
-    return static_cast<int64_t>(std::rint(value));
-  }
-  RINGJAX_INLINE static double ToDouble(int64_t v) { return static_cast<double>(v); }
+// The operands of a loop over terms in float or double.
+template <typename V>
+struct Terms {
+  const V* values;
+  size_t n;        // a multiple of kStep
+  V scale;         // 2^-unit
+  uint32_t limit;  // the magnitude as float32 that no longer fits
+  uint64_t first;
 };
 
-// ByHalves converts in two halves of 32 bits, because older CPUs of x86-64 have no
-// vector instructions for 64 bits. Only the last addition of each rounds.
-struct ByHalves {
-  RINGJAX_INLINE static int64_t ToInteger(double value) {
-    const double high = value * 0x1p-32 + kRounder;
-    const double rest = value - (high - kRounder) * 0x1p32;
-    const uint64_t zero = std::bit_cast<uint64_t>(kRounder);
-    return static_cast<int64_t>(((std::bit_cast<uint64_t>(high) - zero) << 32) +
-                                (std::bit_cast<uint64_t>(rest + kRounder) - zero));
+struct Found {
+  uint32_t top = 0;  // the largest magnitude, also of what is not finite
+  Checksum checksum;
+};
+
+// Adds vectors of elements. The element i of the vectors has the weight 2 i + 1, but 64
+// bits cannot be multiplied fast: adding the sums so far after each vector counts the
+// first vector of T vectors T times, and the last one once.
+struct RunningChecksum {
+  Longs sums = {}, sums_of_sums = {};
+  RINGJAX_INLINE void Add(const Longs& elements) {
+    sums += elements;
+    sums_of_sums += sums;
   }
-  RINGJAX_INLINE static double ToDouble(int64_t v) {
-    const auto bits = static_cast<uint64_t>(v);
-    // The doubles 2^84 + 2^63 + high 2^32, and 2^52 + low.
-    const auto high = std::bit_cast<double>((bits >> 32) ^ 0x4530000080000000u);
-    const auto low = std::bit_cast<double>((bits & 0xffffffffu) | 0x4330000000000000u);
-    return (high - (0x1p84 + 0x1p63 + 0x1p52)) + low;
+  // For `vectors` vectors, whose first element has the place `first`.
+  RINGJAX_INLINE Checksum Total(uint64_t vectors, uint64_t first) const {
+    Checksum total;
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      const auto sum = static_cast<uint64_t>(sums[lane]);
+      const uint64_t later = vectors * sum - static_cast<uint64_t>(sums_of_sums[lane]);
+      total.plain += sum;
+      total.weighted += (2 * (first + lane) + 1) * sum + 2 * kLanes * later;
+    }
+    return total;
   }
 };
 
@@ -53,58 +82,127 @@ RINGJAX_INLINE uint32_t Magnitude(V value) {
   return BitsOf(static_cast<float>(value)) & ~kSignBit;
 }
 
-struct Terms {
-  const void* values;
-  DType dtype;
-  size_t n;
-  int unit;
-  uint64_t first;
-  uint32_t limit;  // the magnitude that no longer fits
-};
-
-// The fast loop finds this. Counted() adds the rest, if anything did not fit.
-struct Found {
-  uint32_t top = 0;
-  Checksum checksum;
-};
-
-template <typename Conversion, typename E>
-RINGJAX_INLINE Found AddTerms(const Terms& t, int64_t* sums) {
-  using V = typename E::Value;
-  using Bits = BitsFor<V>;
-  const V scale = std::ldexp(V{1}, -t.unit);
-  const uint32_t limit = t.limit;
-  const void* const values = t.values;
-  const size_t n = t.n;
-  uint32_t top = 0;
-  uint64_t plain = 0, weighted = 0;
-  const uint64_t weight = 2 * t.first + 1;
-  RINGJAX_VECTOR_LOOP
-  for (size_t i = 0; i < n; ++i) {
-    const V value = E::Widen(LoadAs<E>(values, i));
-    const uint32_t magnitude = Magnitude(value);
-    top = std::max(top, magnitude);
-    const Bits keep = magnitude < limit ? ~Bits{0} : Bits{0};
-    const V kept = std::bit_cast<V>(std::bit_cast<Bits>(value) & keep);
-    const auto term = static_cast<uint64_t>(Conversion::ToInteger(kept * scale));
-    sums[i] = static_cast<int64_t>(static_cast<uint64_t>(sums[i]) + term);
-    plain += term;
-    weighted += term * (weight + 2 * i);
-  }
-  return {top, {plain, weighted}};
+// Reads four values that fit, and their magnitudes.
+RINGJAX_INLINE void Load(const float* at, float scale, int32_t limit, Doubles* scaled,
+                         Ints* magnitudes) {
+  const auto bits = reinterpret_cast<Ints>(*reinterpret_cast<const Floats*>(at));
+  *magnitudes = bits & 0x7fffffff;
+  const auto kept = reinterpret_cast<Floats>(bits & (*magnitudes < limit));
+  *scaled = __builtin_convertvector(kept * scale, Doubles);
+}
+RINGJAX_INLINE void Load(const double* at, double scale, int32_t limit, Doubles* scaled,
+                         Ints* magnitudes) {
+  const auto values = *reinterpret_cast<const Doubles*>(at);
+  *magnitudes =
+      reinterpret_cast<Ints>(__builtin_convertvector(values, Floats)) & 0x7fffffff;
+  const auto keep = __builtin_convertvector(*magnitudes < limit, Longs);
+  *scaled = reinterpret_cast<Doubles>(reinterpret_cast<Longs>(values) & keep) * scale;
 }
 
+// Rounds to int64 in two halves of 32 bits, because CPUs before AVX-512 have no
+// instruction for it. Only the last addition rounds.
+template <typename V>
+RINGJAX_INLINE Found AddTerms(const Terms<V>& t, int64_t* sums) {
+  const auto limit = static_cast<int32_t>(t.limit);
+  const Longs zero = reinterpret_cast<Longs>(Doubles{} + kRounder);
+  Ints top = {};
+  RunningChecksum checksum;
+  for (size_t i = 0; i < t.n; i += kLanes) {
+    Doubles scaled;
+    Ints magnitudes;
+    Load(t.values + i, t.scale, limit, &scaled, &magnitudes);
+    top = magnitudes > top ? magnitudes : top;
+    const Doubles high = scaled * 0x1p-32 + kRounder;
+    const Doubles rest = scaled - (high - kRounder) * 0x1p32 + kRounder;
+    const Longs terms =
+        (reinterpret_cast<Longs>(high) << 32) + (reinterpret_cast<Longs>(rest) - zero);
+    *reinterpret_cast<Longs*>(sums + i) += terms;
+    checksum.Add(terms);
+  }
+  Found found;
+  for (size_t lane = 0; lane < kLanes; ++lane)
+    found.top = std::max(found.top, static_cast<uint32_t>(top[lane]));
+  found.checksum = checksum.Total(t.n / kLanes, t.first);
+  return found;
+}
+
+#if defined(__x86_64__)
+// Does the same for 16 floats at once, and takes no longer than its reads and writes.
+[[RINGJAX_V4]] Found AddFloatsAtV4(const Terms<float>& t, int64_t* sums) {
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  const __m512i limit = _mm512_set1_epi32(static_cast<int32_t>(t.limit));
+  const __m512 scale = _mm512_set1_ps(t.scale);
+  __m512i top = _mm512_setzero_si512(), low = top, high = top, sums_of_sums = top;
+  for (size_t i = 0; i < t.n; i += kStep) {
+    const __m512 values = _mm512_loadu_ps(t.values + i);
+    const __m512i bits = _mm512_and_si512(_mm512_castps_si512(values), magnitude);
+    top = _mm512_max_epi32(top, bits);
+    const __mmask16 fits = _mm512_cmplt_epi32_mask(bits, limit);
+    const __m512 scaled = _mm512_maskz_mul_ps(fits, values, scale);
+    const __m512i a = _mm512_cvtps_epi64(_mm512_castps512_ps256(scaled));
+    const __m512i b = _mm512_cvtps_epi64(_mm512_extractf32x8_ps(scaled, 1));
+    int64_t* const at = sums + i;
+    _mm512_storeu_si512(at, _mm512_add_epi64(_mm512_loadu_si512(at), a));
+    _mm512_storeu_si512(at + 8, _mm512_add_epi64(_mm512_loadu_si512(at + 8), b));
+    low = _mm512_add_epi64(low, a), high = _mm512_add_epi64(high, b);
+    sums_of_sums = _mm512_add_epi64(sums_of_sums, _mm512_add_epi64(low, high));
+  }
+  Found found{static_cast<uint32_t>(_mm512_reduce_max_epi32(top)), {}};
+  alignas(64) uint64_t lanes[kStep];
+  _mm512_store_si512(lanes, low);
+  _mm512_store_si512(lanes + 8, high);
+  for (size_t lane = 0; lane < kStep; ++lane) {
+    found.checksum.plain += lanes[lane];
+    found.checksum.weighted += (2 * (t.first + lane) + 1) * lanes[lane];
+  }
+  const auto later = t.n / kStep * found.checksum.plain -
+                     static_cast<uint64_t>(_mm512_reduce_add_epi64(sums_of_sums));
+  found.checksum.weighted += 2 * kStep * later;
+  return found;
+}
+#endif
+
+template <typename V>
+Found AddByLevel(const Terms<V>& t, int64_t* sums) {
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<V, float>)
+    if (Level() == CpuLevel::kV4) return AddFloatsAtV4(t, sums);
+#endif
+  return ByLevel<AddTerms<V>>(t, sums);
+}
+
+// Adds any number of terms: the last few are copied, and zeros behind them.
+template <typename V>
+void AddAll(Terms<V> t, int64_t* sums, Found* found) {
+  const auto add = [&](const Terms<V>& terms, int64_t* to) {
+    const Found more = AddByLevel(terms, to);
+    found->top = std::max(found->top, more.top);
+    found->checksum += more.checksum;
+  };
+  const size_t rest = t.n % kStep;
+  t.n -= rest;
+  add(t, sums);
+  if (rest == 0) return;
+  V values[kStep] = {};
+  int64_t last[kStep] = {};
+  std::copy_n(t.values + t.n, rest, values);
+  std::copy_n(sums + t.n, rest, last);
+  add({values, kStep, t.scale, t.limit, t.first + t.n}, last);
+  std::copy_n(last, rest, sums + t.n);
+}
+
+// Counts what does not fit. It is not part of the loops above, because it is rare.
 template <typename E>
-Added Counted(const Terms& t, const Found& found) {
+Added Counted(const void* values, size_t n, uint32_t limit, const Found& found) {
   Added added{0, 0, 0, found.checksum};
   uint32_t top = found.top;
-  if (top >= t.limit) {
+  if (top >= limit) {
     top = 0;
-    for (size_t i = 0; i < t.n; ++i) {
-      const uint32_t magnitude = Magnitude(E::Widen(LoadAs<E>(t.values, i)));
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t magnitude = Magnitude(E::Widen(LoadAs<E>(values, i)));
       const bool finite = magnitude < kFloatInfinity;
       added.not_finite += !finite;
-      added.too_large += finite && magnitude >= t.limit;
+      added.too_large += finite && magnitude >= limit;
       if (finite) top = std::max(top, magnitude);
     }
   }
@@ -112,70 +210,94 @@ Added Counted(const Terms& t, const Found& found) {
   return added;
 }
 
-template <typename Conversion>
-RINGJAX_INLINE Found AddAny(const Terms& t, int64_t* sums) {
-  Found found;
-  ByFloat(t.dtype, [&](auto type) RINGJAX_INLINE_LAMBDA {
-    found = AddTerms<Conversion, decltype(type)>(t, sums);
-  });
-  return found;
+RINGJAX_INLINE void WidenHalves(float* out, const void* in, size_t n, DType dtype) {
+  if (dtype == DType::kF16) return Widen<F32, Half>(out, in, n);
+  Widen<F32, BFloat16>(out, in, n);
 }
 
-RINGJAX_INLINE Checksum CheckAny(const int64_t* sums, size_t n, uint64_t first) {
-  uint64_t plain = 0, weighted = 0;
-  RINGJAX_VECTOR_LOOP
-  for (size_t i = 0; i < n; ++i) {
-    const auto element = static_cast<uint64_t>(sums[i]);
-    plain += element;
-    weighted += element * (2 * (first + i) + 1);
+// Adds terms of 16 bits, which are converted to floats in the cache.
+void AddHalves(const void* values, DType dtype, size_t n, Terms<float> t, int64_t* sums,
+               Found* found) {
+  alignas(64) float block[1024];
+  for (size_t i = 0; i < n; i += std::size(block)) {
+    t.values = block, t.n = std::min(std::size(block), n - i);
+    ByLevel<WidenHalves>(
+        static_cast<float*>(block),
+        static_cast<const void*>(static_cast<const uint16_t*>(values) + i), t.n, dtype);
+    AddAll(t, sums + i, found);
+    t.first += t.n;
   }
-  return {plain, weighted};
 }
 
-template <typename Conversion>
-RINGJAX_INLINE void DecodeAny(const int64_t* sums, size_t n, double factor,
+RINGJAX_INLINE Checksum CheckAll(const int64_t* sums, size_t n, uint64_t first) {
+  RunningChecksum checksum;
+  const size_t whole = n / kLanes * kLanes;
+  for (size_t i = 0; i < whole; i += kLanes)
+    checksum.Add(*reinterpret_cast<const Longs*>(sums + i));
+  Checksum total = checksum.Total(whole / kLanes, first);
+  for (size_t i = whole; i < n; ++i) {
+    const auto element = static_cast<uint64_t>(sums[i]);
+    total += {element, element * (2 * (first + i) + 1)};
+  }
+  return total;
+}
+
+// Converts to double like static_cast, also where the CPU has no instruction for it:
+// the doubles 2^84 + 2^63 + high 2^32, and 2^52 + low, are made of bits. Only the last
+// addition rounds.
+RINGJAX_INLINE double ToDouble(int64_t value) {
+  const auto bits = static_cast<uint64_t>(value);
+  const auto high = std::bit_cast<double>((bits >> 32) ^ 0x4530000080000000u);
+  const auto low = std::bit_cast<double>((bits & 0xffffffffu) | 0x4330000000000000u);
+  return (high - (0x1p84 + 0x1p63 + 0x1p52)) + low;
+}
+
+RINGJAX_INLINE void DecodeAll(const int64_t* sums, size_t n, double factor,
                               float* mean) {
   RINGJAX_VECTOR_LOOP
   for (size_t i = 0; i < n; ++i) {
-    const double value = Conversion::ToDouble(sums[i]) * factor;
+    const double value = ToDouble(sums[i]) * factor;
+    // A mask selects the result, because a condition would prevent vectorisation.
     const bool normal = std::fabs(value) >= std::numeric_limits<float>::min();
-    mean[i] = static_cast<float>(normal ? value : 0.0);
+    const auto keep = normal ? ~uint64_t{0} : uint64_t{0};
+    const auto kept = std::bit_cast<double>(std::bit_cast<uint64_t>(value) & keep);
+    mean[i] = static_cast<float>(kept);
   }
 }
-
-// Calls F<ByInstruction> or F<ByHalves>, compiled for the CPU's level.
-#if defined(__x86_64__)
-#define RINGJAX_BY_CONVERSION(F, ...)                               \
-  (Level() == CpuLevel::kV4   ? AtV4<F<ByInstruction>>(__VA_ARGS__) \
-   : Level() == CpuLevel::kV3 ? AtV3<F<ByHalves>>(__VA_ARGS__)      \
-                              : F<ByHalves>(__VA_ARGS__))
-#else
-#define RINGJAX_BY_CONVERSION(F, ...) F<ByInstruction>(__VA_ARGS__)
-#endif
 
 }  // namespace
 
 Added Add(const void* values, DType dtype, size_t n, int unit, int width,
           uint64_t first, int64_t* sums) {
-  const int exponent = unit + width;
   const uint32_t limit =
-      exponent > 127 ? kFloatInfinity : BitsOf(std::ldexp(1.0f, exponent));
-  const Terms terms{values, dtype, n, unit, first, limit};
+      unit + width > 127 ? kFloatInfinity : BitsOf(std::ldexp(1.0f, unit + width));
+  const double scale = std::ldexp(1.0, -unit);
   const FloatMode mode;
-  const Found found = RINGJAX_BY_CONVERSION(AddAny, terms, sums);
-  Added added;
-  ByFloat(dtype, [&](auto type) { added = Counted<decltype(type)>(terms, found); });
-  return added;
+  Found found;
+  if (dtype == DType::kF64) {
+    AddAll<double>({static_cast<const double*>(values), n, scale, limit, first}, sums,
+                   &found);
+    return Counted<F64>(values, n, limit, found);
+  }
+  const Terms<float> terms{static_cast<const float*>(values), n,
+                           static_cast<float>(scale), limit, first};
+  if (dtype == DType::kF32) {
+    AddAll(terms, sums, &found);
+    return Counted<F32>(values, n, limit, found);
+  }
+  AddHalves(values, dtype, n, terms, sums, &found);
+  return dtype == DType::kF16 ? Counted<Half>(values, n, limit, found)
+                              : Counted<BFloat16>(values, n, limit, found);
 }
 
 Checksum Check(const int64_t* sums, size_t n, uint64_t first) {
-  return ByLevel<CheckAny>(sums, n, first);
+  return ByLevel<CheckAll>(sums, n, first);
 }
 
 void Decode(const int64_t* sums, size_t n, int unit, int pieces, float* mean) {
   const double factor = std::ldexp(1.0 / pieces, unit);
   const FloatMode mode;
-  RINGJAX_BY_CONVERSION(DecodeAny, sums, n, factor, mean);
+  ByLevel<DecodeAll>(sums, n, factor, mean);
 }
 
 void DecodeLeaves(const int64_t* sums, uint64_t first, size_t n,
