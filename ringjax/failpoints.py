@@ -1,10 +1,13 @@
-"""Failpoints: named points at which a test lets a process die, wait or fail.
+"""Failpoints: named points at which a test lets a process die, wait, fail or err.
 
     RINGJAX_FAILPOINTS="recovery.linked=kill@2;state.chunk=sleep(0.5)@any#3"
+    RINGJAX_FAILPOINTS="exact.gradient=flip(17)@1#3"
 
 An entry has a point and an action. "@2" limits it to the process with this target: the
 worker number in an elastic job, otherwise the rank. "#3" limits it to the third time
-that the process passes the point. By default, every process acts each time.
+that the process passes the point. By default, every process acts each time. "flip(17)"
+flips bit 17 of the memory at the point, modulo its number of bits, as faulty hardware
+may do; the points of `FLIPS` have this action and no other.
 xla_ext/base/failpoint.h implements the points of the native core. Without the variable,
 a point only tests an empty dict.
 """
@@ -51,11 +54,20 @@ POINTS = {
 NATIVE = (
     *("call.agreed", "call.moving", "call.complete", "call.closed"),
     *("epoch.install", "memory.map", "cma.read", "device.aborted"),
+    *("exact.gradient", "exact.send", "exact.sum", "exact.result"),
 )
-
+# points that flip a bit -> the memory in which they flip it
+FLIPS = {
+    "pieces.parameter": "a parameter of this rank, at the start of a step",
+    "exact.gradient": "a gradient that is about to be added to an accumulator",
+    "exact.send": "values that this rank is about to send in an exchange",
+    "exact.sum": "a sum of several ranks' values",
+    "exact.result": "the mean that an exchange returns on this rank",
+}
 
 # name of an action -> its argument if RINGJAX_FAILPOINTS states no argument
 ACTIONS = {"kill": 0, "exit": 1, "sleep": 1, "error": 0, "eof": 0, "enospc": 0}
+ACTIONS |= {"flip": 0}
 _ENTRY = re.compile(
     r"(?P<point>[a-z.]+)=(?P<action>[a-z]+)(\((?P<number>[0-9.]{1,9})\))?"
     r"(@(any|(?P<target>\d{1,9})))?(#(?P<passage>\d{1,9}))?"
@@ -88,12 +100,11 @@ def parse(text: str) -> list[Failpoint]:
         if match is None:
             raise ValueError(f"POINT=ACTION[(NUMBER)][@WHO][#PASSAGE];…, not {part!r}")
         point, action = match["point"], match["action"]
-        if point not in POINTS and point not in NATIVE:
-            raise ValueError(
-                f"not {point!r}, but one of {', '.join([*POINTS, *NATIVE])}"
-            )
-        if action not in ACTIONS:
-            raise ValueError(f"{point}= one of {', '.join(ACTIONS)}, not {action!r}")
+        if point not in (known := dict.fromkeys((*POINTS, *NATIVE, *FLIPS))):
+            raise ValueError(f"not {point!r}, but one of {', '.join(known)}")
+        actions = [name for name in ACTIONS if (name == "flip") == (point in FLIPS)]
+        if action not in actions:
+            raise ValueError(f"{point}= one of {', '.join(actions)}, not {action!r}")
         try:
             number = float(match["number"] or ACTIONS[action])
         except ValueError:
@@ -145,7 +156,23 @@ def passing(point: str) -> None:
         _run(point)
 
 
+def flips(point: str) -> list[int]:
+    """Returns the numbers of the bits to flip at this passage of a point of `FLIPS`.
+
+    Example:
+        >>> flips("pieces.parameter")
+        []
+    """
+    return [int(each.number) for each in _due(point)] if _armed else []
+
+
 def _run(point: str) -> None:
+    for failpoint in _due(point):
+        _act(failpoint.action, failpoint.number, f"failpoint {point}")
+
+
+def _due(point: str) -> list[Failpoint]:
+    """Counts a passage. Returns the failpoints that act at it, which it announces."""
     due = []
     with _lock:
         for failpoint in _armed.get(point, ()):
@@ -154,7 +181,7 @@ def _run(point: str) -> None:
                 due.append(failpoint)
     for failpoint in due:
         os.write(2, f"ringjax: failpoint {point}: {failpoint.action}\n".encode())
-        _act(failpoint.action, failpoint.number, f"failpoint {point}")
+    return due
 
 
 def _act(action: str, number: float, what: str) -> None:

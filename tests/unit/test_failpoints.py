@@ -43,6 +43,8 @@ def test_every_failpoint_is_in_the_source() -> None:
         ("join.ready=kill@x", "POINT=ACTION"),
         ("join.ready=sleep(1.2.3)", "a number"),
         ("join.ready=kill, join.admitted=kill", "POINT=ACTION"),
+        ("join.ready=flip", "join.ready= one of kill, .*enospc, not 'flip'"),
+        ("exact.sum=kill", "exact.sum= one of flip, not 'kill'"),
     ],
 )
 def test_bad_failpoints_are_refused(text: str, expected: str) -> None:
@@ -61,6 +63,14 @@ def test_a_failpoint_acts_at_its_pass_and_process() -> None:
             failpoints.passing("pause.said")
     failpoints.arm("", 3)
     failpoints.passing("pause.said")
+
+
+def test_a_flip_names_the_bits_of_its_passage() -> None:
+    failpoints.arm("pieces.parameter=flip(70)#2; pieces.parameter=flip", None)
+    assert failpoints.flips("pieces.parameter") == [0]
+    assert failpoints.flips("pieces.parameter") == [70, 0]
+    failpoints.arm("", None)
+    assert failpoints.flips("pieces.parameter") == []
 
 
 def test_sleep_delays_the_caller() -> None:

@@ -27,10 +27,27 @@ std::vector<Armed>& All() {
   return all;
 }
 
+std::string Name(Failpoint point) {
+  return std::string(kFailpoints[static_cast<size_t>(point)]);
+}
+
+// Counts a passage, and returns what is armed for it, after a line for each.
+std::vector<Armed> Due(Failpoint point) {
+  std::vector<Armed> due;
+  std::lock_guard lock(mutex);
+  for (Armed& each : All()) {
+    if (each.point != static_cast<size_t>(point)) continue;
+    ++each.passed;
+    if (each.passage != 0 && each.passage != each.passed) continue;
+    due.push_back(each);
+    std::fprintf(stderr, "ringjax: failpoint %s: %s\n", Name(point).c_str(),
+                 each.action.c_str());
+    std::fflush(stderr);
+  }
+  return due;
+}
+
 Status Act(const std::string& name, const Armed& armed) {
-  std::fprintf(stderr, "ringjax: failpoint %s: %s\n", name.c_str(),
-               armed.action.c_str());
-  std::fflush(stderr);
   if (armed.action == "kill") kill(getpid(), SIGKILL);
   if (armed.action == "exit") _exit(static_cast<int>(armed.number));
   if (armed.action != "sleep")
@@ -54,18 +71,16 @@ Status ArmFailpoint(std::string_view point, const std::string& action, double nu
 }
 
 Status HitFailpoint(Failpoint point) {
-  std::vector<Armed> due;
-  {
-    std::lock_guard lock(mutex);
-    for (Armed& each : All()) {
-      if (each.point != static_cast<size_t>(point)) continue;
-      ++each.passed;
-      if (each.passage == 0 || each.passage == each.passed) due.push_back(each);
-    }
-  }
-  const std::string name(kFailpoints[static_cast<size_t>(point)]);
-  for (const Armed& each : due) RJ_TRY(Act(name, each));
+  for (const Armed& each : Due(point)) RJ_TRY(Act(Name(point), each));
   return OkStatus();
+}
+
+void HitFlip(Failpoint point, void* memory, size_t bytes) {
+  if (bytes == 0) return;
+  for (const Armed& each : Due(point)) {
+    const uint64_t bit = static_cast<uint64_t>(each.number) % (uint64_t{8} * bytes);
+    static_cast<uint8_t*>(memory)[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
+  }
 }
 
 }  // namespace ringjax
