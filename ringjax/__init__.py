@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ringjax import elastic as elastic
     from ringjax import errors as errors
     from ringjax import exact as exact
+    from ringjax import pieces as pieces
     from ringjax.collectives.allgather import allgather as allgather
     from ringjax.collectives.allgather import grouped_allgather as grouped_allgather
     from ringjax.collectives.allreduce import allreduce as allreduce
@@ -116,7 +117,7 @@ _NAMES_BY_MODULE = {
         mpi_enabled mpi_threads_supported nccl_built rocm_built sycl_built
     """,
 }
-_MODULES = ("data", "eager", "elastic", "errors", "exact", "profile", "run")
+_MODULES = ("data", "eager", "elastic", "errors", "exact", "pieces", "profile", "run")
 _MODULE_OF = {
     name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
 }

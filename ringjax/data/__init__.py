@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ringjax.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from ringjax.data.pieces import Pieces
 from ringjax.data.sampler import DistributedSampler
 from ringjax.data.shards import shard
 from ringjax.elastic import ElasticSampler
@@ -23,6 +24,7 @@ __all__ = [
     "BaseDataLoader",
     "DistributedSampler",
     "ElasticSampler",
+    "Pieces",
     "even_steps",
     "shard",
 ]

@@ -22,7 +22,7 @@ from support.tree import Check, Tree, expect_offences, report
 LAYERS = (
     {"torch", "tensorflow", "keras", "ray", "spark", "data", "horovod", "bench"}
     | {"doctor", "explain", "top", "__main__", "mxnet", "lightning"},
-    {"optim", "sync", "elastic", "observe", "tuning", "profile"},
+    {"optim", "sync", "elastic", "observe", "tuning", "profile", "pieces"},
     {"collectives", "compression", "exact"},
     {"xla", "eager"},
     {"runtime", "timeline", "world"},
@@ -48,6 +48,7 @@ MAX_TOP_MODULES = 16
 
 JAX = {"jax", "jaxlib", "optax"}
 JAX_USERS = {"xla", "collectives", "exact", "optim", "sync", "bench", "keras", "data"}
+JAX_USERS |= {"pieces"}
 # Modules that are loaded only if the program has loaded JAX or needs it.
 JAX_MODULES = {"ringjax.elastic.jax_leaves", "ringjax.spark.trainers.flax"}
 JAX_MODULES |= {"ringjax.tuning.step", "ringjax.elastic.jax_shards"}

@@ -26,13 +26,13 @@ NAMES = """
     add_process_set allgather allgather_object allreduce allreduce_grads
     allreduce_metrics alltoall autotune barrier broadcast broadcast_object
     broadcast_parameters build_info ccl_built collective_timeout cross_rank cross_size
-    cuda_built data ddl_built eager elastic errors global_process_set gloo_built
+    cuda_built data ddl_built eager elastic errors exact global_process_set gloo_built
     gloo_enabled group_rank group_size grouped_allgather grouped_allreduce
     grouped_alltoall grouped_broadcast grouped_reducescatter init is_homogeneous
     is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
-    nccl_built profile progress rank recent_calls reducescatter remove_process_set
-    replica_set rocm_built run shutdown size start_timeline stats stop_timeline
-    sycl_built time_for weighted_loss write_scalars
+    nccl_built pieces profile progress rank recent_calls reducescatter
+    remove_process_set replica_set rocm_built run shutdown size start_timeline stats
+    stop_timeline sycl_built time_for weighted_loss write_scalars
 """
 # The public modules by the framework that they import.
 MODULES = {
@@ -49,7 +49,7 @@ MODULES = {
     """,
     "jax": """
         ringjax.bench ringjax.collectives ringjax.compression ringjax.data.steps
-        ringjax.optim ringjax.sync
+        ringjax.exact ringjax.optim ringjax.pieces ringjax.sync
     """,
     "torch": """
         ringjax.torch ringjax.torch.compression ringjax.torch.elastic

@@ -1,0 +1,70 @@
+"""The control words of an exchange: the pieces that are in it, the ranks, their times.
+
+They travel beside the accumulator, in the same call, as int32 whose sum over the ranks
+says the same to all ranks, even if a rank is lost during the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringjax.errors import RingjaxError
+from ringjax.pieces.place import Place
+from ringjax.pieces.training import NAME
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+# The number of words is part of the compiled programs, and must not change when ranks
+# join or leave. A job of more places compiles programs of its own.
+_MIN_CAPACITY = 64
+
+
+class Control(NamedTuple):
+    """Control words, of one rank or summed over all ranks.
+
+    Attributes:
+        words: int32[pieces + 2 * capacity], with the following parts as views.
+        done: for each piece, how often it is in the accumulator.
+        present: for each place, 1 if its rank takes part.
+        microseconds: for each place, the time of one of its pieces; 0 if not known.
+    """
+
+    words: Words
+    done: Words
+    present: Words
+    microseconds: Words
+
+    @staticmethod
+    def of(words: Words, pieces: int) -> Control:
+        """Returns the parts of control words."""
+        middle = (len(words) + pieces) // 2
+        return Control(words, words[:pieces], words[pieces:middle], words[middle:])
+
+    @staticmethod
+    def of_rank(pieces: int, place: Place, microseconds: int) -> Control:
+        """Returns the words of a rank that has computed no piece yet."""
+        words = np.zeros(pieces + 2 * capacity(place), np.int32)
+        own = Control.of(words, pieces)
+        own.present[place.index] = 1
+        own.microseconds[place.index] = microseconds
+        return own
+
+    def missing(self, number: int) -> list[int]:
+        """Returns the pieces that are in no accumulator, because a rank was lost.
+
+        Raises:
+            RingjaxError: a piece was added twice in step `number`.
+        """
+        twice = np.flatnonzero(self.done > 1).tolist()
+        if twice:
+            raise RingjaxError(
+                f"{NAME}: in step {number}, several ranks have added pieces {twice}; "
+                "do all ranks call this step with the same training?"
+            )
+        return np.flatnonzero(self.done == 0).tolist()
+
+
+def capacity(place: Place) -> int:
+    """Returns the number of places for which control words have room."""
+    return max(_MIN_CAPACITY, 1 << (place.count - 1).bit_length())

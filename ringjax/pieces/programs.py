@@ -1,0 +1,226 @@
+"""The compiled programs of a step: one piece, the exchange, and both in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ringjax.exact import Sums
+from ringjax.pieces import training as states
+from ringjax.pieces.training import Training
+from ringjax.xla import jax_private
+
+# A step whose gradients do not fit its exponents is repeated with those of the same
+# gradients, so once is enough if `loss_of` always computes the same.
+MAX_REPEATS = 4
+
+
+class Programs:
+    """The functions that are compiled, for one loss and one optimizer.
+
+    Args:
+        loss_of: the loss of one piece; see `ringjax.pieces.step`.
+        tx: the optimizer.
+        pieces: the number of pieces.
+        seed: seeds the keys of all steps and pieces.
+        has_aux: whether `loss_of` returns auxiliary values.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        pieces: int,
+        seed: int,
+        has_aux: bool,
+    ) -> None:
+        self._loss_of, self._seed, self._has_aux = loss_of, seed, has_aux
+        self._tx = optax.with_extra_args_support(tx)
+        self._sums = Sums(pieces=pieces)
+        self._pieces = pieces
+        self._empty: Callable[[], Any] | None = None
+        # The accumulator is updated in place. All other arguments are kept, because a
+        # step is repeated from them.
+        self.add = jax.jit(self._add, donate_argnums=0)
+        self.finish = jax.jit(self._finish)
+        self.whole = jax.jit(self._whole)
+
+    def first(self, params: Any, stats: Any, data: Any) -> Training:
+        """Returns the state before the first step, after checking loss and optimizer.
+
+        The exponents follow from the largest gradients of a piece, not from the sums,
+        so `add` with any exponents finds them, and no other program is compiled.
+        """
+        number = jnp.zeros((), jnp.int32)
+        opt_state = self._tx.init(params)
+        training = Training(params, opt_state, stats, number, number)
+        shapes = self._shapes(training, data)
+        leaves, structure = jax.tree.flatten(shapes)
+        training = training._replace(exponents=jnp.zeros(len(leaves), jnp.int32))
+        where = np.zeros(2, np.int32)
+        acc = self.add(self._sums.zeros(shapes), training, data, where)
+        top = jax.tree.unflatten(structure, list(acc.top))
+        return training._replace(exponents=self._sums.exponents(top))
+
+    def zeros(self, training: Training, data: Any) -> Any:
+        """Returns an empty accumulator for pieces of the shapes in `data`."""
+        if self._empty is None:
+            shapes = self._shapes(training, data)
+            self._empty = jax.jit(lambda: self._sums.zeros(shapes))
+        return self._empty()
+
+    def _shapes(self, training: Training, data: Any) -> Any:
+        """Returns the shapes of all that one piece adds."""
+        arguments = (training, data, jnp.zeros(2, jnp.int32))
+        if jax_private.has_collective(self._gradients, arguments, {}):
+            raise ValueError(
+                f"{states.NAME}: `loss_of` calls a collective of ringjax, but the "
+                "ranks compute different numbers of pieces; return what the collective "
+                "would average as aux (has_aux=True)"
+            )
+        return jax.eval_shape(self._gradients, *arguments)
+
+    def _gradients(self, training: Training, data: Any, where: jax.Array) -> Any:
+        """Returns all that is summed over pieces; `where` is (number, piece)."""
+        key = jax.random.key(self._seed)
+        key = jax.random.fold_in(jax.random.fold_in(key, where[0]), where[1])
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            stats = () if training.stats is None else (training.stats,)
+            result = self._loss_of(params, *stats, data, key)
+            returns_more = self._has_aux or stats
+            if not returns_more:
+                states.check_loss(result)
+                return result, (None, None)
+            loss, more = states.pair(result)
+            states.check_loss(loss)
+            if not stats:
+                return loss, (None, more)
+            return loss, (states.pair(more) if self._has_aux else (more, None))
+
+        (loss, (stats, aux)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            training.params
+        )
+        states.check_floats("stats", stats, states.KEEP_OUT)
+        states.check_floats("aux", aux, states.AS_FLOAT)
+        return {"gradients": gradients, "loss": loss, "stats": stats, "aux": aux}
+
+    def _add(self, acc: Any, training: Training, data: Any, where: jax.Array) -> Any:
+        gradients = self._gradients(training, data, where)
+        return self._sums.add(acc, gradients, training.exponents)
+
+    def _finish(self, acc: Any, training: Training, control: jax.Array) -> Any:
+        """Exchanges the accumulators, and applies the mean to `training`.
+
+        The new training is valid only if `control` says that all pieces are in the
+        mean, and if the step need not be repeated. To apply it in the same program
+        spares the host a call, and a second wait.
+        """
+        mean, exponents, again, control = self._sums.exchange(
+            acc, training.exponents, extra=control
+        )
+        return self._applied(training, mean, exponents), again, control
+
+    def _applied(self, training: Training, mean: Any, exponents: jax.Array) -> Any:
+        """Returns the next training, the loss, and aux."""
+        params = training.params
+        # Optimizers keep the dtype of the gradients in their state.
+        gradients = jax.tree.map(
+            lambda g, p: g.astype(p.dtype), mean["gradients"], params
+        )
+        updates, opt_state = self._tx.update(
+            gradients, training.opt_state, params, value=mean["loss"]
+        )
+        stats = jax.tree.map(
+            lambda s, old: s.astype(old.dtype), mean["stats"], training.stats
+        )
+        new = Training(
+            optax.apply_updates(params, updates),
+            opt_state,
+            stats,
+            exponents,
+            training.number + 1,
+        )
+        return new, mean["loss"], mean["aux"]
+
+    def _whole(self, training: Training, data: Any, own: jax.Array) -> Any:
+        """The step as one program. `data` has the pieces in the first axis.
+
+        `own` are the control words of this rank, with 1 for the pieces to compute.
+        Returns what `finish` returns.
+        """
+
+        def repeat(carry: Any) -> Any:
+            count, again, exponents, mean, control = carry
+            del again, mean, control
+            current = training._replace(exponents=exponents)
+            mean, exponents, again, control = self._complete(current, data, own)
+            return count + 1, again, exponents, mean, control
+
+        shapes = self._shapes_of_piece(training, data)
+        start = (0, True, training.exponents, _zero_mean(shapes), own)
+        _, again, exponents, mean, control = jax.lax.while_loop(
+            lambda carry: carry[1] & (carry[0] < MAX_REPEATS), repeat, start
+        )
+        return self._applied(training, mean, exponents), again, control
+
+    def _complete(self, training: Training, data: Any, own: jax.Array) -> Any:
+        """Adds and exchanges until all pieces are in the sum, also those of lost ranks.
+
+        Returns what `Sums.exchange` returns.
+        """
+        pieces = self._pieces
+        present = own[pieces : (len(own) + pieces) // 2]
+
+        def add(index: jax.Array, carry: Any) -> Any:
+            acc, order = carry
+            piece = order[index]
+            where = jnp.stack([training.number, piece]).astype(jnp.int32)
+            return self._add(acc, training, _piece(data, piece), where), order
+
+        def exchange(carry: Any) -> Any:
+            acc, done, todo, *_ = carry
+            order = jnp.argsort(~todo, stable=True).astype(jnp.int32)
+            acc, _ = jax.lax.fori_loop(0, todo.sum(), add, (acc, order))
+            done += todo
+            mean, exponents, again, control = self._sums.exchange(
+                acc, training.exponents, extra=own.at[:pieces].set(done)
+            )
+            missing = control[:pieces] == 0
+            here = control[pieces : pieces + len(present)] > 0
+            # The missing pieces go to the present places in turn.
+            turn = ((jnp.cumsum(here) - 1) * present).sum()
+            todo = missing & ((jnp.cumsum(missing) - 1) % here.sum() == turn)
+            return acc, done, todo, mean, exponents, again, control
+
+        shapes = self._shapes_of_piece(training, data)
+        start = (
+            self._sums.zeros(shapes),
+            jnp.zeros(pieces, jnp.int32),
+            own[:pieces] > 0,
+            _zero_mean(shapes),
+            training.exponents,
+            jnp.array(False),
+            jnp.zeros_like(own),
+        )
+        carry = jax.lax.while_loop(
+            lambda carry: (carry[-1][:pieces] == 0).any(), exchange, start
+        )
+        return carry[3:]
+
+    def _shapes_of_piece(self, training: Training, data: Any) -> Any:
+        where = jnp.zeros(2, jnp.int32)
+        return jax.eval_shape(self._gradients, training, _piece(data, 0), where)
+
+
+def _piece(data: Any, piece: jax.Array | int) -> Any:
+    return jax.tree.map(lambda x: x[piece], data)
+
+
+def _zero_mean(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)

@@ -1,0 +1,270 @@
+"""`step`: a training step whose result does not depend on the ranks.
+
+`programs.py` has what is compiled, and `shares.py` decides which rank computes which
+pieces. This module calls the programs. It repeats them if a rank was lost, or if
+tensors have become larger than the sums expected.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ringjax import runtime
+from ringjax.errors import RingjaxError
+from ringjax.pieces import training as states
+from ringjax.pieces.control import Control
+from ringjax.pieces.place import Place, current_place
+from ringjax.pieces.programs import MAX_REPEATS, Programs
+from ringjax.pieces.shares import (
+    MAX_MICROSECONDS,
+    Shares,
+    pieces_of,
+    share_of_missing,
+)
+from ringjax.pieces.signature import Signature
+from ringjax.pieces.training import NAME, Training
+
+Load = Callable[[int, int], Any]
+
+
+class Step:
+    """A training step that `step` has made."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        *,
+        pieces: int,
+        has_aux: bool,
+        balance: bool,
+        one_program: bool,
+    ) -> None:
+        self._programs, self._pieces = programs, pieces
+        self._has_aux, self._balance = has_aux, balance
+        self._run = self._run_whole if one_program else self._run_pieces
+        self._data: Signature | None = None
+        self._plan: object = None
+        self._shares = Shares(pieces, 1)
+        self._microseconds = 0  # the time of a piece in the last step, or 0
+
+    def init(self, params: Any, load: Load, stats: Any = None) -> Training:
+        """Returns the state before the first step. All ranks pass equal values.
+
+        Computes piece 0 of step 0 on every rank, to find the scale of the gradients.
+
+        Args:
+            params: a tree of float arrays.
+            load: ``load(number, piece)`` returns the data of one piece.
+            stats: None, or a tree of float arrays that `loss_of` carries from step to
+                step besides the parameters.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; the text names the leaf.
+        """
+        runtime.current(NAME)
+        states.check_groups()
+        for what, tree in (("parameter", params), ("stats", stats)):
+            states.check_floats(what, tree, states.KEEP_OUT)
+            states.check_devices(what, tree)
+        params, stats = jax.tree.map(jnp.asarray, (params, stats))
+        training = self._programs.first(params, stats, self._loaded(load, 0, 0))
+        states.check_optimizer(training.opt_state)
+        return training
+
+    def __call__(self, training: Training, load: Load) -> tuple[Training, Any]:
+        """Makes one step. All ranks call it together.
+
+        Args:
+            training: the state that `init` or the previous step has returned.
+            load: ``load(number, piece)`` returns the data of one piece, a tree of
+                arrays whose shapes and dtypes are the same for all pieces.
+
+        Returns:
+            The next state, and the mean loss over the pieces as float32. With
+            `has_aux`, the pair of the loss and the mean of aux instead of the loss.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong.
+            RingjaxError, JaxRuntimeError: a rank was lost in a job that is not elastic,
+                or the ranks' calls differ. `training` stays valid.
+        """
+        states.check_not_traced(training)
+        number, place = int(training.number), current_place(NAME)
+        if place.plan is not self._plan:
+            self._plan, self._microseconds = place.plan, 0
+            self._shares = Shares(self._pieces, place.count)
+        for _ in range(MAX_REPEATS):
+            (new, loss, aux), again = self._run(training, load, number, place)
+            if not again:
+                return new, (loss, aux) if self._has_aux else loss
+            training = training._replace(exponents=new.exponents)
+        raise RingjaxError(
+            f"{NAME}: step {number} was repeated {MAX_REPEATS} times, and its sums "
+            "still do not fit; does `loss_of` depend on anything but its arguments?"
+        )
+
+    def _run_pieces(
+        self, training: Training, load: Load, number: int, place: Place
+    ) -> Any:
+        """Adds the own pieces, exchanges, and adds pieces that lost ranks have left."""
+        own = Control.of_rank(self._pieces, place, self._microseconds)
+        todo, acc = pieces_of(place.index, self._shares.counts), None
+        while True:
+            began = time.perf_counter()
+            acc = self._add(acc, training, load, number, todo)
+            own.done[todo] += 1
+            # The words are copied: the program may read them after the next change.
+            applied, again, words = self._programs.finish(
+                acc, training, own.words.copy()
+            )
+            self._measure(acc, began, len(todo))
+            again, words = jax.device_get((again, words))
+            total = Control.of(words, self._pieces)
+            missing = total.missing(number)
+            if not missing:
+                break
+            todo = share_of_missing(missing, total.present.tolist(), place.index)
+        if self._balance:
+            count = place.count
+            self._shares.update(
+                total.present[:count].tolist(),
+                total.microseconds[:count].tolist(),
+            )
+        return applied, bool(again)
+
+    def _add(
+        self, acc: Any, training: Training, load: Load, number: int, todo: Iterable[int]
+    ) -> Any:
+        """Adds pieces to an accumulator; None is an empty one."""
+        training = training._replace(opt_state=None)  # fewer arguments of each call
+        if acc is None:
+            # This rank may have no piece of its own, and needs the shapes nevertheless.
+            self._data = self._data or Signature(load(number, 0))
+            acc = self._programs.zeros(training, self._data.example())
+        for piece in todo:
+            data = self._loaded(load, number, piece)
+            where = np.array([number, piece], np.int32)
+            acc = self._programs.add(acc, training, data, where)
+        return acc
+
+    def _measure(self, acc: Any, began: float, count: int) -> None:
+        """Keeps the time of a piece, which the next step sends to all ranks.
+
+        The exchange has been dispatched already, so that it follows without a gap.
+        """
+        if self._balance and count:
+            jax.block_until_ready(acc)
+            taken = int(1e6 * (time.perf_counter() - began)) // count
+            self._microseconds = min(max(taken, 1), MAX_MICROSECONDS)
+
+    def _run_whole(
+        self, training: Training, load: Load, number: int, place: Place
+    ) -> Any:
+        """Makes the step by one program, to which all pieces' data are passed."""
+        loaded = [self._loaded(load, number, piece) for piece in range(self._pieces)]
+        data = jax.tree.map(lambda *rows: np.stack(rows), *loaded)
+        own = Control.of_rank(self._pieces, place, 0)
+        own.done[pieces_of(place.index, self._shares.counts)] = 1
+        applied, again, words = self._programs.whole(training, data, own.words)
+        again, words = jax.device_get((again, words))
+        Control.of(words, self._pieces).missing(number)
+        return applied, bool(again)
+
+    def _loaded(self, load: Load, number: int, piece: int) -> Any:
+        data = load(number, piece)
+        if self._data is None:
+            self._data = Signature(data)
+        else:
+            self._data.check(data, number, piece)
+        return data
+
+
+def step(
+    loss_of: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    pieces: int,
+    *,
+    seed: int = 0,
+    has_aux: bool = False,
+    balance: bool = True,
+    one_program: bool = False,
+) -> Step:
+    """Makes a training step that gives the same bits on any number of ranks.
+
+    Every step has `pieces` pieces. Ranks compute the gradients of their pieces, add
+    them exactly, and apply the mean. The ranks' shares may differ, and change: ranks
+    that are slower get fewer pieces, and if ranks are lost, the others compute the lost
+    pieces in the same step. Neither changes the result.
+
+    Args:
+        loss_of: ``loss_of(params, data, key)`` returns the mean loss over one piece.
+            It must depend on nothing else, in particular not on the rank. `key` is a
+            key of jax.random that depends on seed, step and piece.
+        tx: an optimizer of optax, without `ringjax.allreduce_grads`.
+        pieces: the number of pieces, such as 12 or 24. A number with many divisors
+            shares out evenly; ranks beyond it have nothing to do. It is part of the
+            result: another number gives other bits.
+        seed: seeds the keys.
+        has_aux: whether `loss_of` returns ``(loss, aux)``. `aux` is a tree of floats,
+            such as metrics; the step returns their exact mean over the pieces.
+        balance: whether the shares follow the measured speed of each rank.
+        one_program: whether the step is one compiled program, with a loop over the
+            pieces. It saves calls, but needs the data of all pieces on every rank, has
+            even shares, and is slow for convolutions on CPUs. Its bits may differ from
+            those of the other form, so all ranks must choose the same.
+
+    Returns:
+        A step with these two uses:
+
+        ``training = step.init(params, load, stats=None)``: the state before the first
+        step, a `Training`. If there are `stats`, such as running averages of batch
+        normalisation, ``loss_of(params, stats, data, key)`` returns ``(loss, stats)``,
+        or ``(loss, (stats, aux))`` with `has_aux`. The next step gets the exact mean
+        of all pieces' `stats`.
+
+        ``training, loss = step(training, load)``: one step. ``load(number, piece)``
+        returns the data of one piece, in arrays of equal shapes for all pieces.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, optax, ringjax
+        >>> ringjax.init()
+        >>> def load(number, piece):
+        ...     return np.random.default_rng([number, piece]).normal(size=(8, 3))
+        >>> def loss_of(params, data, key):
+        ...     return jnp.mean((data @ params - 1) ** 2)
+        >>> step = ringjax.pieces.step(loss_of, optax.sgd(0.1), pieces=4)
+        >>> training = step.init(jnp.zeros(3), load)
+        >>> for _ in range(3):
+        ...     training, loss = step(training, load)
+        >>> int(training.number)
+        3
+
+    References:
+        J. Demmel, H. D. Nguyen, Parallel reproducible summation, IEEE Transactions on
+        Computers 64 (2015) (sums that do not depend on the order).
+
+        M. Li et al., EasyScale: elastic training with consistent accuracy and improved
+        utilization on GPUs, SC 2023 (a fixed number of logical workers).
+    """
+    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
+        raise ValueError(
+            f"{NAME}: `pieces` is {pieces!r}, expected a positive integer, which is "
+            "equal on all ranks"
+        )
+    return Step(
+        Programs(loss_of, tx, pieces, seed, has_aux),
+        pieces=pieces,
+        has_aux=has_aux,
+        balance=balance,
+        one_program=one_program,
+    )
