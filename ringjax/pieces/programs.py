@@ -91,7 +91,9 @@ class Programs:
         key = jax.random.fold_in(jax.random.fold_in(key, where[0]), where[1])
 
         def loss_of(params: Any) -> tuple[Any, Any]:
-            stats = () if training.stats is None else (training.stats,)
+            # nnx only changes variables that were made at this level of the trace.
+            stats = jax.tree.map(lambda x: x, training.stats)
+            stats = () if stats is None else (stats,)
             result = self._loss_of(params, *stats, data, key)
             returns_more = self._has_aux or stats
             if not returns_more:
