@@ -264,6 +264,12 @@ class Config:
         "Number of steps with each tried setting that are measured.",
         "AUTOTUNE_STEPS_PER_SAMPLE",
     )
+    same_bits: bool = _setting(
+        False,
+        parsers.boolean,
+        "Whether XLA computes with one thread, and on GPUs with deterministic kernels, "
+        "as `ringjax.pieces` needs for equal results on every host.",
+    )
     check_parameters: int = _setting(
         1000,
         parsers.integer(0, 2**31 - 1),

@@ -44,6 +44,7 @@ def run(
     ssh_identity_file: str | None = None,
     output_filename: str | None = None,
     executable: str | None = None,
+    same_bits: bool = False,
     verbose: bool = False,
 ) -> list[T]:
     """Runs a function as the ranks of one job, and returns the result of each rank.
@@ -76,6 +77,8 @@ def run(
         ssh_port, ssh_identity_file: port and private key for ssh to other hosts.
         output_filename: a directory for a copy of the output of every rank.
         executable: the Python of the ranks; by default this one.
+        same_bits: whether XLA gets one thread in each rank, and on GPUs deterministic
+            kernels, as `ringjax.pieces` needs for equal results on every host.
         verbose: whether to show which process starts on which host.
 
     Returns:
@@ -108,6 +111,7 @@ def run(
         "RINGJAX_START_TIMEOUT": _seconds(start_timeout),
         "RINGJAX_ELASTIC_TIMEOUT": _seconds(elastic_timeout),
         "RINGJAX_NETWORK_INTERFACES": network_interfaces,
+        "RINGJAX_SAME_BITS": "1" if same_bits else None,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     config = Config.from_env({**base, **changes})

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 
 from ringjax import config
+from ringjax.settings import same_bits
 
 # Variables that describe one host and would mislead a program on another host. The
 # agent on the other host sets the variables of the user's account
@@ -85,8 +86,13 @@ def own_settings() -> dict[str, str]:
 
 
 def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of all ranks: defaults, then `base`, then `changes`."""
+    """Returns the environment of all ranks: defaults, then `base`, then `changes`.
+
+    Raises ValueError if RINGJAX_SAME_BITS contradicts another variable.
+    """
     env = {**_DEFAULTS, **base, **changes}
+    if config.Config.from_env(env).same_bits:
+        env |= same_bits.variables(env)
     for name in (*_SECRETS, *_OUTER_JOB):
         env.pop(name, None)
     return env

@@ -244,6 +244,13 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
         "device that it sees, for one rank on each host (1)",
     )
     add(
+        "--same-bits",
+        action="store_true",
+        help="give XLA one thread in each rank (NPROC=1), and on GPUs deterministic "
+        "kernels, so that programs of ringjax.pieces compute the same bits on every "
+        "number and kind of hosts with one kind of CPU (RINGJAX_SAME_BITS)",
+    )
+    add(
         "--listen",
         default="",
         metavar="[ADDRESS:]PORT",
@@ -564,6 +571,8 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     for option in ("timeline_mark_cycles", "autotune", "jax_collectives"):
         if (value := getattr(args, option)) is not None:
             env[f"RINGJAX_{option.upper()}"] = str(int(value))
+    if args.same_bits:
+        env["RINGJAX_SAME_BITS"] = "1"
     if args.tcp:
         env["NCCL_IB_DISABLE"] = "1"
     return env

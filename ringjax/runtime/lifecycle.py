@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ringjax import _native, failpoints
 from ringjax.config import Config
 from ringjax.errors import NotInitialized, RingjaxError, StartupError
-from ringjax.settings import init_hooks
+from ringjax.settings import init_hooks, same_bits
 from ringjax.world import call_records
 from ringjax.world import process_set as process_set_module
 from ringjax.world.call_records import RecordedWorld
@@ -87,6 +87,8 @@ def _init(comm: Sequence[int] | None, process_sets: list[ProcessSet]) -> None:
         _check_comm(comm, _world)
         _register(process_sets)
         return
+    if settings.same_bits:
+        same_bits.apply()
     _install_hooks()
     target = settings.rank if settings.worker is None else settings.worker
     failpoints.arm(settings.failpoints, target)
