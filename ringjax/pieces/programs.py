@@ -74,6 +74,18 @@ class Programs:
             self._empty = jax.jit(lambda: self._sums.zeros(shapes))
         return self._empty()
 
+    def text(self, training: Training, data: Any, words: Any, whole: bool) -> str:
+        """Returns the text of the programs for data, or shapes, of one piece."""
+        if whole:
+            data = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((self._pieces, *x.shape), x.dtype), data
+            )
+            return self.whole.lower(training, data, words).as_text()
+        acc = jax.eval_shape(lambda: self._sums.zeros(self._shapes(training, data)))
+        where, few = np.zeros(2, np.int32), training._replace(opt_state=None)
+        add = self.add.lower(acc, few, data, where).as_text()
+        return add + self.finish.lower(acc, training, words).as_text()
+
     def _shapes(self, training: Training, data: Any) -> Any:
         """Returns the shapes of all that one piece adds."""
         arguments = (training, data, jnp.zeros(2, jnp.int32))

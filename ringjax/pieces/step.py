@@ -19,6 +19,7 @@ import optax
 from ringjax import runtime
 from ringjax.errors import RingjaxError
 from ringjax.pieces import training as states
+from ringjax.pieces.bits import with_flips
 from ringjax.pieces.control import Control
 from ringjax.pieces.place import Place, current_place
 from ringjax.pieces.programs import MAX_REPEATS, Programs
@@ -29,6 +30,7 @@ from ringjax.pieces.shares import (
     share_of_missing,
 )
 from ringjax.pieces.signature import Signature
+from ringjax.pieces.start_check import StartCheck
 from ringjax.pieces.training import NAME, Training
 
 Load = Callable[[int, int], Any]
@@ -48,7 +50,9 @@ class Step:
     ) -> None:
         self._programs, self._pieces = programs, pieces
         self._has_aux, self._balance = has_aux, balance
+        self._one_program = one_program
         self._run = self._run_whole if one_program else self._run_pieces
+        self._check = StartCheck(pieces)
         self._data: Signature | None = None
         self._plan: object = None
         self._shares = Shares(pieces, 1)
@@ -92,14 +96,17 @@ class Step:
 
         Raises:
             TypeError, ValueError: an argument is wrong.
+            InvalidArgument: this rank would compute other bits than the others.
             RingjaxError, JaxRuntimeError: a rank was lost in a job that is not elastic,
                 or the ranks' calls differ. `training` stays valid.
         """
         states.check_not_traced(training)
         number, place = int(training.number), current_place(NAME)
         if place.plan is not self._plan:
+            self._check(place, lambda: self._text(training, load, place), training)
             self._plan, self._microseconds = place.plan, 0
             self._shares = Shares(self._pieces, place.count)
+        training = training._replace(params=with_flips(training.params))
         for _ in range(MAX_REPEATS):
             (new, loss, aux), again = self._run(training, load, number, place)
             if not again:
@@ -139,15 +146,24 @@ class Step:
             )
         return applied, bool(again)
 
+    def _text(self, training: Training, load: Load, place: Place) -> str:
+        """Returns the text of the programs, which must be equal on all ranks."""
+        words = Control.of_rank(self._pieces, place, 0).words
+        data = self._example(load, int(training.number))
+        return self._programs.text(training, data, words, self._one_program)
+
+    def _example(self, load: Load, number: int) -> Any:
+        """Returns the shapes of a piece's data, also if this rank has no piece."""
+        self._data = self._data or Signature(load(number, 0))
+        return self._data.example()
+
     def _add(
         self, acc: Any, training: Training, load: Load, number: int, todo: Iterable[int]
     ) -> Any:
         """Adds pieces to an accumulator; None is an empty one."""
         training = training._replace(opt_state=None)  # fewer arguments of each call
         if acc is None:
-            # This rank may have no piece of its own, and needs the shapes nevertheless.
-            self._data = self._data or Signature(load(number, 0))
-            acc = self._programs.zeros(training, self._data.example())
+            acc = self._programs.zeros(training, self._example(load, number))
         for piece in todo:
             data = self._loaded(load, number, piece)
             where = np.array([number, piece], np.int32)

@@ -32,6 +32,8 @@ def test_every_failpoint_is_in_the_source() -> None:
     text = "".join(p.read_text() for p in (ROOT / "ringjax").rglob("*.py"))
     for point in failpoints.POINTS:
         assert text.count(f'failpoints.passing("{point}")') >= 1, point
+    for point in failpoints.FLIPS:
+        assert point in failpoints.NATIVE or f'failpoints.flips("{point}")' in text
 
 
 @pytest.mark.parametrize(

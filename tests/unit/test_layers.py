@@ -68,7 +68,7 @@ ENVIRONMENT_READERS = {
     *(
         "config.py",
         "settings/unknown_variables.py",
-        "settings/same_bits.py",  # variables of XLA
+        *("settings/same_bits.py", "pieces/machine.py"),  # variables of XLA
         "run/environ.py",
         "world/devices.py",
     ),
