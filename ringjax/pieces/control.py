@@ -18,37 +18,49 @@ Words = np.ndarray[Any, np.dtype[np.int32]]
 # The number of words is part of the compiled programs, and must not change when ranks
 # join or leave. A job of more places compiles programs of its own.
 _MIN_CAPACITY = 64
+_VOTES = 16  # words of four checksums
 
 
 class Control(NamedTuple):
     """Control words, of one rank or summed over all ranks.
 
     Attributes:
-        words: int32[pieces + 2 * capacity], with the following parts as views.
+        words: int32[pieces + 16 + 4 * capacity], with the following parts as views.
         done: for each piece, how often it is in the accumulator.
         present: for each place, 1 if its rank takes part.
         microseconds: for each place, the time of one of its pieces; 0 if not known.
+        votes: int32[4, 4], checksums of the audited piece; see `audit.py`.
+        states: int32[capacity, 2], for each place a hash of its training state.
     """
 
     words: Words
     done: Words
     present: Words
     microseconds: Words
+    votes: Words
+    states: Words
 
     @staticmethod
     def of(words: Words, pieces: int) -> Control:
         """Returns the parts of control words."""
-        middle = (len(words) + pieces) // 2
-        return Control(words, words[:pieces], words[pieces:middle], words[middle:])
+        places = places_in(len(words), pieces)
+        ends = np.cumsum([pieces, places, places, _VOTES])
+        done, here, times, votes, states = np.split(words, ends)
+        votes, states = votes.reshape(-1, 4), states.reshape(-1, 2)
+        return Control(words, done, here, times, votes, states)
 
     @staticmethod
     def of_rank(pieces: int, place: Place, microseconds: int) -> Control:
         """Returns the words of a rank that has computed no piece yet."""
-        words = np.zeros(pieces + 2 * capacity(place), np.int32)
+        words = np.zeros(pieces + _VOTES + 4 * capacity(place), np.int32)
         own = Control.of(words, pieces)
         own.present[place.index] = 1
         own.microseconds[place.index] = microseconds
         return own
+
+    def vote(self, slot: int, checksum: Any) -> None:
+        """Sets the checksum of the audited piece, uint32[4], in a slot of `votes`."""
+        self.votes[slot] = np.asarray(checksum).view(np.int32)
 
     def missing(self, number: int) -> list[int]:
         """Returns the pieces that are in no accumulator, because a rank was lost.
@@ -68,3 +80,8 @@ class Control(NamedTuple):
 def capacity(place: Place) -> int:
     """Returns the number of places for which control words have room."""
     return max(_MIN_CAPACITY, 1 << (place.count - 1).bit_length())
+
+
+def places_in(words: int, pieces: int) -> int:
+    """Returns the number of places for which so many control words have room."""
+    return (words - pieces - _VOTES) // 4

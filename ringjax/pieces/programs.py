@@ -12,6 +12,7 @@ import optax
 
 from ringjax.exact import Sums
 from ringjax.pieces import training as states
+from ringjax.pieces.control import places_in
 from ringjax.pieces.training import Training
 from ringjax.xla import jax_private
 
@@ -189,7 +190,7 @@ class Programs:
         Returns what `Sums.exchange` returns.
         """
         pieces = self._pieces
-        present = own[pieces : (len(own) + pieces) // 2]
+        present = own[pieces : pieces + places_in(len(own), pieces)]
 
         def add(index: jax.Array, carry: Any) -> Any:
             acc, order = carry

@@ -19,7 +19,8 @@ import optax
 from ringjax import runtime
 from ringjax.errors import RingjaxError
 from ringjax.pieces import training as states
-from ringjax.pieces.bits import with_flips
+from ringjax.pieces.audit import Audit
+from ringjax.pieces.bits import hash_words, with_flips
 from ringjax.pieces.control import Control
 from ringjax.pieces.place import Place, current_place
 from ringjax.pieces.programs import MAX_REPEATS, Programs
@@ -47,10 +48,11 @@ class Step:
         has_aux: bool,
         balance: bool,
         one_program: bool,
+        audit: int | None,
     ) -> None:
         self._programs, self._pieces = programs, pieces
         self._has_aux, self._balance = has_aux, balance
-        self._one_program = one_program
+        self._one_program, self._every = one_program, audit
         self._run = self._run_whole if one_program else self._run_pieces
         self._check = StartCheck(pieces)
         self._data: Signature | None = None
@@ -123,7 +125,16 @@ class Step:
         """Adds the own pieces, exchanges, and adds pieces that lost ranks have left."""
         own = Control.of_rank(self._pieces, place, self._microseconds)
         todo, acc = pieces_of(place.index, self._shares.counts), None
+        audit = self._audit(own, training, number, place)
+        if audit.owns:  # the piece comes first: its checksum is that of the sum so far
+            todo.remove(audit.piece)
+            own.done[audit.piece] += 1
+            acc = self._add(None, training, load, number, [audit.piece])
+            own.vote(0, acc.checksum)
         while True:
+            for slot in audit.slots():
+                alone = self._add(None, training, load, number, [audit.piece])
+                own.vote(slot, alone.checksum)
             began = time.perf_counter()
             acc = self._add(acc, training, load, number, todo)
             own.done[todo] += 1
@@ -135,7 +146,7 @@ class Step:
             again, words = jax.device_get((again, words))
             total = Control.of(words, self._pieces)
             missing = total.missing(number)
-            if not missing:
+            if not audit.judge(total) and not missing:
                 break
             todo = share_of_missing(missing, total.present.tolist(), place.index)
         if self._balance:
@@ -145,6 +156,16 @@ class Step:
                 total.microseconds[:count].tolist(),
             )
         return applied, bool(again)
+
+    def _audit(
+        self, own: Control, training: Training, number: int, place: Place
+    ) -> Audit:
+        """Begins the audit of a step."""
+        piecewise = not self._one_program
+        audit = Audit(self._every, number, place, self._shares.counts, piecewise)
+        if audit.due:
+            own.states[place.index] = hash_words(training)
+        return audit
 
     def _text(self, training: Training, load: Load, place: Place) -> str:
         """Returns the text of the programs, which must be equal on all ranks."""
@@ -188,10 +209,14 @@ class Step:
         data = jax.tree.map(lambda *rows: np.stack(rows), *loaded)
         own = Control.of_rank(self._pieces, place, 0)
         own.done[pieces_of(place.index, self._shares.counts)] = 1
-        applied, again, words = self._programs.whole(training, data, own.words)
-        again, words = jax.device_get((again, words))
-        Control.of(words, self._pieces).missing(number)
-        return applied, bool(again)
+        audit = self._audit(own, training, number, place)
+        while True:
+            applied, again, words = self._programs.whole(training, data, own.words)
+            again, words = jax.device_get((again, words))
+            total = Control.of(words, self._pieces)
+            total.missing(number)
+            if not audit.judge(total):
+                return applied, bool(again)
 
     def _loaded(self, load: Load, number: int, piece: int) -> Any:
         data = load(number, piece)
@@ -211,6 +236,7 @@ def step(
     has_aux: bool = False,
     balance: bool = True,
     one_program: bool = False,
+    audit: int | None = None,
 ) -> Step:
     """Makes a training step that gives the same bits on any number of ranks.
 
@@ -235,6 +261,14 @@ def step(
             pieces. It saves calls, but needs the data of all pieces on every rank, has
             even shares, and is slow for convolutions on CPUs. Its bits may differ from
             those of the other form, so all ranks must choose the same.
+
+        audit: the number of steps from one audit to the next; 0 for none. None chooses
+            a number with which audits take less than a fiftieth of the time. In an
+            audit, all ranks compare their parameters and optimizer states, and a second
+            rank computes one of the pieces (not with `one_program`). If ranks differ,
+            there is a fault of memory or of a CPU. The step raises an error that names
+            the rank, or in an elastic job loses that rank and computes its pieces
+            again.
 
     Returns:
         A step with these two uses:
@@ -277,10 +311,15 @@ def step(
             f"{NAME}: `pieces` is {pieces!r}, expected a positive integer, which is "
             "equal on all ranks"
         )
+    if audit is not None and audit < 0:
+        raise ValueError(
+            f"{NAME}: `audit` is {audit}, expected 0, or a number of steps"
+        )
     return Step(
         Programs(loss_of, tx, pieces, seed, has_aux),
         pieces=pieces,
         has_aux=has_aux,
         balance=balance,
         one_program=one_program,
+        audit=audit,
     )
