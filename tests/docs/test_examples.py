@@ -58,6 +58,10 @@ SHORT_RUNS = {
         ["--steps", "10", "--width", "16", "--layers", "1", "--length", "16"],
         r"step   10  2 rank.*bits/char\n(.*\n)*.*result: \d.*kernels in 4 shards",
     ),
+    "same_bits.py": (
+        ["--steps", "50"],
+        r"step   50 .* loss \d.*\n(.*\n)*.*result: SHA-256 [0-9a-f]{64} after 50 steps",
+    ),
     "torch_elastic.py": (
         ["--epochs", "1", "--pause", "0"],
         r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",
