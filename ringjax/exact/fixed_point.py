@@ -75,30 +75,45 @@ def _power(n: jax.Array) -> jax.Array:
 
 
 @_with_x64
-def encode(
-    values: jax.Array, unit: jax.Array, pieces: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns rint(values / 2^unit), 0 for values that do not fit.
+def add_leaves(
+    words: jax.Array,
+    counts: jax.Array,
+    tops: jax.Array,
+    checksum: jax.Array,
+    units: jax.Array,
+    *leaves: jax.Array,
+    width: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Adds one leaf or more to the parts of an accumulator; returns its new parts.
 
-    Returns:
-        The flat values as int64[n]; int32[2], how many values are too large, and how
-        many are NaN or infinite as float32; and the largest finite magnitude, float32.
+    The parts are those of `Accumulator`, and the terms are rint(values / 2^unit), or 0
+    for values that do not fit.
     """
+    encoded = [_encode(leaf, units[i], width) for i, leaf in enumerate(leaves)]
+    terms, lost, largest = zip(*encoded, strict=True)
+    added = jnp.concatenate(terms)
+    total = integers(checksum.reshape(2, 2)) + _checksum(added)
+    return (
+        _words(integers(words) + added),
+        counts + jnp.stack(lost),
+        jnp.maximum(tops, jnp.stack(largest)),
+        _words(total).ravel(),
+    )
+
+
+def _encode(
+    values: jax.Array, unit: jax.Array, width: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns terms, how many are too large and not finite, the largest magnitude."""
     values = values.ravel()
     bits = magnitude(values)
     finite = bits < _INFINITY
-    fits = exponent(bits) < unit + width(pieces)
+    fits = exponent(bits) < unit + width
     scaled = jnp.where(fits & finite, values, 0).astype(jnp.float64) * _power(-unit)
     lost = jnp.stack([jnp.sum(finite & ~fits), jnp.sum(~finite)]).astype(jnp.int32)
     normal = jnp.where(finite & (bits >> 23 > 0), bits, 0)
     top = lax.bitcast_convert_type(jnp.max(normal, initial=0), jnp.float32)
     return jnp.rint(scaled).astype(jnp.int64), lost, top
-
-
-@_with_x64
-def add(words: jax.Array, values: jax.Array) -> jax.Array:
-    """Adds int64[n] to uint32[n, 2]."""
-    return _words(integers(words) + values)
 
 
 @_with_x64
@@ -111,18 +126,10 @@ def _words(values: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, jnp.uint32)
 
 
-@_with_x64
-def checksum(values: jax.Array) -> jax.Array:
-    """Returns the sum of int64[n], and that of values times 2 i + 1: uint32[4]."""
+def _checksum(values: jax.Array) -> jax.Array:
+    """Returns the sum of int64[n], and that of values times 2 i + 1."""
     weights = 2 * jnp.arange(values.size, dtype=jnp.int64) + 1
-    return _words(jnp.stack([jnp.sum(values), jnp.sum(values * weights)])).ravel()
-
-
-@_with_x64
-def add_checksums(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Adds the checksums of two arrays; the result is the checksum of their sum."""
-    total = integers(a.reshape(2, 2)) + integers(b.reshape(2, 2))
-    return _words(total).ravel()
+    return jnp.stack([jnp.sum(values), jnp.sum(values * weights)])
 
 
 @_with_x64

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.collectives.allreduce import allreduce
-from ringjax.exact import fixed_point
+from ringjax.exact import fixed_point, native_add
 from ringjax.exact.accumulator import Accumulator, Layout, check_layout, flatten
 from ringjax.ops import ReduceOp
 
@@ -108,23 +108,13 @@ class Sums:
         check_layout(layout, total.layout)
         if not leaves:
             return total
-        units = fixed_point.units(exponents, self.pieces)
-        encoded = [
-            fixed_point.encode(x, units[i], self.pieces) for i, x in enumerate(leaves)
-        ]
-        with jax.enable_x64(True):
-            values = jnp.concatenate([value for value, _, _ in encoded])
-        tops = _stack([top for _, _, top in encoded], jnp.float32)
-        return Accumulator(
-            words=fixed_point.add(total.words, values),
-            counts=total.counts + jnp.stack([lost for _, lost, _ in encoded]),
-            top=jnp.maximum(total.top, tops),
-            checksum=fixed_point.add_checksums(
-                total.checksum, fixed_point.checksum(values)
-            ),
-            added=total.added + 1,
-            layout=layout,
+        words, counts, top, checksum = native_add.add_leaves(
+            (total.words, total.counts, total.top, total.checksum),
+            fixed_point.units(exponents, self.pieces),
+            [_as_known(leaf) for leaf in leaves],
+            fixed_point.width(self.pieces),
         )
+        return Accumulator(words, counts, top, checksum, total.added + 1, layout)
 
     def exchange(
         self, total: Accumulator, exponents: Array, extra: Array | None = None
@@ -190,6 +180,13 @@ class Sums:
 
 def _allreduce(tree: PyTree, op: ReduceOp) -> PyTree:
     return allreduce(tree, op, name="exact.exchange")
+
+
+def _as_known(leaf: Any) -> Array:
+    """Returns floats of 8 or fewer bits as bfloat16, which holds all their values."""
+    array: Array = jnp.asarray(leaf)
+    known = ("float16", "bfloat16", "float32", "float64")
+    return array if array.dtype.name in known else array.astype(jnp.bfloat16)
 
 
 def _stack(values: list[Array], dtype: Any) -> Array:

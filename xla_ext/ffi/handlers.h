@@ -10,8 +10,9 @@ namespace ringjax {
 // Returns the name and the XLA_FFI_Handler* of each handler for the CPU, as
 // jax.ffi.register_ffi_target needs them.
 std::vector<std::pair<std::string, void*>> HostHandlers();
-// Returns the two handlers of check.cc. HostHandlers returns them, too.
+// Return the handlers of check.cc and exact.cc. HostHandlers returns them, too.
 std::vector<std::pair<std::string, void*>> CheckHandlers();
+std::vector<std::pair<std::string, void*>> ExactHandlers();
 // Returns all handlers for CUDA; their names are also the names of handlers for the
 // CPU.
 std::vector<std::pair<std::string, void*>> DeviceHandlers();

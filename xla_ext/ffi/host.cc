@@ -145,6 +145,7 @@ XLA_FFI_DEFINE_HANDLER(kMeetDone, Meet<Action::kDone>, OfOneDevice());
 
 std::vector<std::pair<std::string, void*>> HostHandlers() {
   std::vector<std::pair<std::string, void*>> all = CheckHandlers();
+  for (auto& handler : ExactHandlers()) all.push_back(std::move(handler));
   all.insert(all.end(), {{"ringjax_run", reinterpret_cast<void*>(kRun)},
                          {"ringjax_start", reinterpret_cast<void*>(kStart)},
                          {"ringjax_done", reinterpret_cast<void*>(kDone)},
