@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from support.launch import StartJob
 
@@ -56,3 +59,50 @@ def test_one_digest_on_any_number_of_ranks(
     if not alone:
         alone |= digests(start_job, 1)
     assert digests(start_job, ranks, **env) == alone
+
+
+CHECKPOINTS = """
+import os, sys
+import equinox, jax, orbax.checkpoint
+from flax import serialization
+from pathlib import Path
+import ringjax
+from support import piece_trainings
+from support.piece_trainings import STEPS, digest, load
+
+ringjax.init()
+folder = Path(os.environ["FOLDER"])
+flax, orb = folder / "flax", folder / "orbax"
+step, training = piece_trainings.with_linen()
+resumes = flax.exists()
+if resumes:
+    found = serialization.from_bytes(training, flax.read_bytes())
+    with orbax.checkpoint.StandardCheckpointer() as files:
+        other = files.restore(orb, training)
+    assert digest(found) == digest(other)
+    training = found
+steps = STEPS if resumes or "WHOLE" in os.environ else 2
+while training.number < steps:
+    training, _ = step(training, load)
+if ringjax.rank() == 0 and not resumes:
+    flax.write_bytes(serialization.to_bytes(training))
+    with orbax.checkpoint.StandardCheckpointer() as files:
+        files.save(orb, training)
+print("digest", digest(training))
+"""
+
+
+def test_checkpoints_resume_on_another_number_of_ranks(
+    start_job: StartJob, tmp_path: Path
+) -> None:
+    def run(ranks: int, folder: str, **env: str) -> set[str]:
+        where = tmp_path / folder
+        where.mkdir(exist_ok=True)
+        job = start_job(ranks, CHECKPOINTS, {**ENV, "FOLDER": str(where), **env})
+        assert job.wait(100) == 0, job.logs()
+        texts = (job.output(rank) for rank in range(ranks))
+        return {re.findall("digest (\\w+)", text)[0] for text in texts}
+
+    whole = run(1, "whole", WHOLE="1")
+    assert run(2, "stopped") != whole
+    assert run(3, "stopped") == whole
