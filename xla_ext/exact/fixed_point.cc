@@ -33,7 +33,7 @@ using namespace kernels;
 typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(32), aligned(8), may_alias));
 typedef int32_t Ints __attribute__((vector_size(16)));
-typedef int64_t Longs __attribute__((vector_size(32), aligned(8), may_alias));
+typedef uint64_t Words __attribute__((vector_size(32), aligned(8), may_alias));
 constexpr size_t kLanes = 4;
 constexpr size_t kStep = 16;  // the loops over terms take a multiple of it
 
@@ -59,8 +59,8 @@ struct Found {
 // bits cannot be multiplied fast: adding the sums so far after each vector counts the
 // first vector of T vectors T times, and the last one once.
 struct RunningChecksum {
-  Longs sums = {}, sums_of_sums = {};
-  RINGJAX_INLINE void Add(const Longs& elements) {
+  Words sums = {}, sums_of_sums = {};
+  RINGJAX_INLINE void Add(const Words& elements) {
     sums += elements;
     sums_of_sums += sums;
   }
@@ -68,8 +68,8 @@ struct RunningChecksum {
   RINGJAX_INLINE Checksum Total(uint64_t vectors, uint64_t first) const {
     Checksum total;
     for (size_t lane = 0; lane < kLanes; ++lane) {
-      const auto sum = static_cast<uint64_t>(sums[lane]);
-      const uint64_t later = vectors * sum - static_cast<uint64_t>(sums_of_sums[lane]);
+      const uint64_t sum = sums[lane];
+      const uint64_t later = vectors * sum - sums_of_sums[lane];
       total.plain += sum;
       total.weighted += (2 * (first + lane) + 1) * sum + 2 * kLanes * later;
     }
@@ -95,8 +95,8 @@ RINGJAX_INLINE void Load(const double* at, double scale, int32_t limit, Doubles*
   const auto values = *reinterpret_cast<const Doubles*>(at);
   *magnitudes =
       reinterpret_cast<Ints>(__builtin_convertvector(values, Floats)) & 0x7fffffff;
-  const auto keep = __builtin_convertvector(*magnitudes < limit, Longs);
-  *scaled = reinterpret_cast<Doubles>(reinterpret_cast<Longs>(values) & keep) * scale;
+  const auto keep = __builtin_convertvector(*magnitudes < limit, Words);
+  *scaled = reinterpret_cast<Doubles>(reinterpret_cast<Words>(values) & keep) * scale;
 }
 
 // Rounds to int64 in two halves of 32 bits, because CPUs before AVX-512 have no
@@ -104,7 +104,7 @@ RINGJAX_INLINE void Load(const double* at, double scale, int32_t limit, Doubles*
 template <typename V>
 RINGJAX_INLINE Found AddTerms(const Terms<V>& t, int64_t* sums) {
   const auto limit = static_cast<int32_t>(t.limit);
-  const Longs zero = reinterpret_cast<Longs>(Doubles{} + kRounder);
+  const Words zero = reinterpret_cast<Words>(Doubles{} + kRounder);
   Ints top = {};
   RunningChecksum checksum;
   for (size_t i = 0; i < t.n; i += kLanes) {
@@ -114,9 +114,9 @@ RINGJAX_INLINE Found AddTerms(const Terms<V>& t, int64_t* sums) {
     top = magnitudes > top ? magnitudes : top;
     const Doubles high = scaled * 0x1p-32 + kRounder;
     const Doubles rest = scaled - (high - kRounder) * 0x1p32 + kRounder;
-    const Longs terms =
-        (reinterpret_cast<Longs>(high) << 32) + (reinterpret_cast<Longs>(rest) - zero);
-    *reinterpret_cast<Longs*>(sums + i) += terms;
+    const Words terms =
+        (reinterpret_cast<Words>(high) << 32) + (reinterpret_cast<Words>(rest) - zero);
+    *reinterpret_cast<Words*>(sums + i) += terms;
     checksum.Add(terms);
   }
   Found found;
@@ -148,16 +148,18 @@ RINGJAX_INLINE Found AddTerms(const Terms<V>& t, int64_t* sums) {
     sums_of_sums = _mm512_add_epi64(sums_of_sums, _mm512_add_epi64(low, high));
   }
   Found found{static_cast<uint32_t>(_mm512_reduce_max_epi32(top)), {}};
-  alignas(64) uint64_t lanes[kStep];
+  alignas(64) uint64_t lanes[kStep], later[kStep / 2];
   _mm512_store_si512(lanes, low);
   _mm512_store_si512(lanes + 8, high);
+  _mm512_store_si512(later, sums_of_sums);
+  Checksum& total = found.checksum;
   for (size_t lane = 0; lane < kStep; ++lane) {
-    found.checksum.plain += lanes[lane];
-    found.checksum.weighted += (2 * (t.first + lane) + 1) * lanes[lane];
+    total.plain += lanes[lane];
+    total.weighted += (2 * (t.first + lane) + 1) * lanes[lane];
   }
-  const auto later = t.n / kStep * found.checksum.plain -
-                     static_cast<uint64_t>(_mm512_reduce_add_epi64(sums_of_sums));
-  found.checksum.weighted += 2 * kStep * later;
+  uint64_t steps = t.n / kStep * total.plain;  // see RunningChecksum
+  for (const uint64_t lane : later) steps -= lane;
+  total.weighted += 2 * kStep * steps;
   return found;
 }
 #endif
@@ -233,7 +235,7 @@ RINGJAX_INLINE Checksum CheckAll(const int64_t* sums, size_t n, uint64_t first) 
   RunningChecksum checksum;
   const size_t whole = n / kLanes * kLanes;
   for (size_t i = 0; i < whole; i += kLanes)
-    checksum.Add(*reinterpret_cast<const Longs*>(sums + i));
+    checksum.Add(*reinterpret_cast<const Words*>(sums + i));
   Checksum total = checksum.Total(whole / kLanes, first);
   for (size_t i = whole; i < n; ++i) {
     const auto element = static_cast<uint64_t>(sums[i]);
