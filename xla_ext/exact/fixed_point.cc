@@ -21,6 +21,7 @@
 
 #include "base/cpu_level.h"
 #include "base/float_mode.h"
+#include "base/half_blocks.h"
 #include "base/reduce_kernels.h"
 
 namespace ringjax::exact {
@@ -212,20 +213,23 @@ Added Counted(const void* values, size_t n, uint32_t limit, const Found& found) 
   return added;
 }
 
-RINGJAX_INLINE void WidenHalves(float* out, const void* in, size_t n, DType dtype) {
+RINGJAX_INLINE void WidenBlock(float* out, const uint16_t* in, size_t n, DType dtype) {
   if (dtype == DType::kF16) return Widen<F32, Half>(out, in, n);
   Widen<F32, BFloat16>(out, in, n);
 }
 
 // Adds terms of 16 bits, which are converted to floats in the cache.
-void AddHalves(const void* values, DType dtype, size_t n, Terms<float> t, int64_t* sums,
-               Found* found) {
-  alignas(64) float block[1024];
-  for (size_t i = 0; i < n; i += std::size(block)) {
-    t.values = block, t.n = std::min(std::size(block), n - i);
-    ByLevel<WidenHalves>(
-        static_cast<float*>(block),
-        static_cast<const void*>(static_cast<const uint16_t*>(values) + i), t.n, dtype);
+void AddHalves(const uint16_t* values, DType dtype, size_t n, Terms<float> t,
+               int64_t* sums, Found* found) {
+  alignas(64) float floats[1024];
+  float* const block = floats;
+  for (size_t i = 0; i < n; i += t.n) {
+    t.values = block, t.n = std::min(std::size(floats), n - i);
+    if (dtype == DType::kF16 && ConvertsHalves()) {
+      WidenHalves(block, values + i, t.n);
+    } else {
+      ByLevel<WidenBlock>(block, values + i, t.n, dtype);
+    }
     AddAll(t, sums + i, found);
     t.first += t.n;
   }
@@ -287,7 +291,7 @@ Added Add(const void* values, DType dtype, size_t n, int unit, int width,
     AddAll(terms, sums, &found);
     return Counted<F32>(values, n, limit, found);
   }
-  AddHalves(values, dtype, n, terms, sums, &found);
+  AddHalves(static_cast<const uint16_t*>(values), dtype, n, terms, sums, &found);
   return dtype == DType::kF16 ? Counted<Half>(values, n, limit, found)
                               : Counted<BFloat16>(values, n, limit, found);
 }
