@@ -204,6 +204,14 @@ def test_small_values_count_down_to_the_smallest_normal_float() -> None:
     np.testing.assert_array_equal(mean, np.float32([TINY * 2, -TINY * 8, 0]))
 
 
+def test_an_accumulator_that_is_not_donated_stays() -> None:
+    sums = Sums(4)
+    tree = [jnp.ones(1000)]
+    total = sums.zeros(tree)
+    after = jax.jit(sums.add)(total, tree, sums.exponents(tree))
+    assert not total.words.any() and not total.checksum.any() and after.words.any()
+
+
 def test_a_donated_accumulator_is_added_to_in_place() -> None:
     sums = Sums(4)
     tree = {"a": jnp.ones(1000), "b": jnp.ones((3, 3), jnp.bfloat16)}
