@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringjax import runtime, stderr
-from ringjax.errors import Fenced, RingjaxError
+from ringjax.errors import Fenced, Mismatch
 from ringjax.pieces.control import Control
 from ringjax.pieces.place import Place
 from ringjax.pieces.training import NAME
 
 # An audit makes one step longer by a piece, or by places / pieces of its duration. With
-# places / pieces * 64 steps from one audit to the next, it costs 1/64 of all time.
-_STEPS = 64
+# places / pieces * 128 steps from one audit to the next, it costs 1/128 of all time.
+_STEPS = 128
 
 
 class Duties(NamedTuple):
@@ -137,7 +137,7 @@ class Audit:
 
         Raises:
             Fenced: this rank is at fault, in an elastic job.
-            RingjaxError: ranks differ in a static job, or none of them is in the right
+            Mismatch: ranks differ in a static job, or none of them is in the right
                 for sure.
         """
         if not self.due:
@@ -184,6 +184,6 @@ class Audit:
             if self._place == min({voter for voter, _ in votes} - found):
                 stderr.line(f"[ringjax] warning: {text}, and is lost")
             return True
-        error = RingjaxError(f"{text}; test the memory and the CPU of its host")
+        error = Mismatch(f"{text}; test the memory and the CPU of its host")
         error.rank = min(found) if found else -1
         raise error

@@ -14,7 +14,7 @@ from ringjax.settings import same_bits
 
 # Instructions that XLA or Eigen may choose. Other flags of a CPU have no influence.
 _FEATURES = re.compile(
-    r"(ss?se|avx|fma|f16c|bmi|abm|amx|gfni|v?aes|v?pclmul|sha|popcnt|movbe|asimd|sve|sme"
+    r"(ss?se|avx|fma|f16c|bmi|abm|amx|gfni|v?aes|v?pclmul|sha|popcnt|movbe|asimd|s[vm]e"
     r"|bf16|i8mm|fphp|fcma|neon|vfp)\w*"
 )
 # Fields of /proc/cpuinfo that name the model of a CPU, on x86 and on ARM.

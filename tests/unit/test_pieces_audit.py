@@ -54,7 +54,7 @@ def test_audits_are_rare_by_default_and_absent_on_one_rank() -> None:
         place = Place(0, count, None)
         return [n for n in range(100) if Audit(every, n, place, counts).due]
 
-    assert due(None, 2) == list(range(0, 100, 10))  # 2 / (12 * 10) of the time
-    assert due(None, 12) == [0, 64]
+    assert due(None, 2) == [0, 21, 42, 63, 84]  # 2 / (12 * 21) of the time
+    assert due(None, 12, 12 * 4) == [0, 32, 64, 96]
     assert due(30, 3) == [0, 30, 60, 90]
     assert due(0, 3) == due(1, 1) == []

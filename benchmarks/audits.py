@@ -1,0 +1,164 @@
+"""Counts flips that audits of `ringjax.pieces.step` find, and measures their cost.
+
+Run `python -m benchmarks.audits MODE`. flips: makes one step twice, the second time
+with a random bit of random memory flipped on a random rank, and counts the flips that
+were found, whether the right rank was named, and the flips that changed a result and
+were not found. alarms: counts errors in many steps without a flip. cost: measures the
+time of steps with audits and without, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import ringjax
+from benchmarks.harness import jobs
+from ringjax import _native, failpoints
+from ringjax.errors import RingjaxError
+from ringjax.pieces.audit import duties
+from ringjax.pieces.bits import hash_words
+
+PIECES = 12
+POINTS = ("pieces.parameter",)
+
+
+def load(number: int, piece: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([number, piece])
+    return rng.normal(size=(32, 64)).astype("f4"), rng.integers(0, 10, 32)
+
+
+def loss_of(params: Any, data: Any, key: jax.Array) -> jax.Array:
+    x, y = data
+    for weights in params[:-1]:
+        x = jax.nn.relu(x @ weights)
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params[-1], y)
+    return losses.mean()
+
+
+def make(width: int, audit: int | None) -> tuple[Any, Any]:
+    """Returns a step and its first training."""
+    sizes = (64, width, width, 10)
+    rng = np.random.default_rng(1)
+    params = [
+        jnp.asarray(rng.normal(size=shape, scale=0.1), jnp.float32)
+        for shape in itertools.pairwise(sizes)
+    ]
+    step = ringjax.pieces.step(
+        loss_of, optax.adam(1e-3), pieces=PIECES, balance=False, audit=audit
+    )
+    return step, step.init(params, load)
+
+
+def flips(options: argparse.Namespace) -> dict[str, Any]:
+    step, training = make(16, 1)
+    draw = random.Random(options.seed)  # alike on all ranks
+    found: Counter[str] = Counter()
+    for _ in range(options.trials):
+        right, _ = step(training, load)
+        point = draw.choice(POINTS)
+        victim = _arm(point, int(training.number), draw)
+        found[f"{point}: {_outcome(step, training, right, victim)}"] += 1
+        failpoints.arm("", None)
+        training = right
+    return dict(sorted(found.items()))
+
+
+def _arm(point: str, number: int, draw: random.Random) -> int:
+    """Arms a flip of a random bit in one of the audited computations of a step."""
+    size, bit = ringjax.size(), draw.randrange(10**8)
+    victim = draw.randrange(size)
+    leaf = draw.randrange(1, 5)  # three weights and the loss are added one by one
+    if point == "exact.gradient":
+        victim = draw.choice(duties(number, [PIECES // size] * size).voters)
+    if ringjax.rank() == victim and point in failpoints.NATIVE:
+        _native.arm_failpoint(point, "flip", bit, leaf)
+    elif ringjax.rank() == victim:
+        failpoints.arm(f"{point}=flip({bit})#1", victim)
+    return victim
+
+
+def _outcome(step: Any, training: Any, right: Any, victim: int) -> str:
+    try:
+        wrong, _ = step(training, load)
+    except RingjaxError as error:
+        return "right rank named" if error.rank == victim else "found, another named"
+    differs = bool((hash_words(wrong) != hash_words(right)).any())
+    changed = ringjax.eager.allreduce(np.array(int(differs)), ringjax.Sum) > 0
+    return "changed a result, and MISSED" if changed else "changed no result"
+
+
+def alarms(options: argparse.Namespace) -> dict[str, Any]:
+    step, training = make(16, 1)
+    for _ in range(options.trials):
+        training, _ = step(training, load)  # an alarm would end the job
+    return {"steps": options.trials, "alarms": 0}
+
+
+def cost(options: argparse.Namespace) -> dict[str, Any]:
+    steps = 128 * ringjax.size() // PIECES  # one default audit
+    runs = [_turn(*make(options.width, audit), steps) for audit in (0, None)]
+    times = [[run() for run in runs] for _ in range(options.trials)][2:]
+    ratios = [audited / plain for plain, audited in times]
+    return {
+        "ms a step": 1e3 * statistics.median(plain for plain, _ in times) / steps,
+        "with audits": statistics.median(ratios),
+        "quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
+
+
+def _turn(step: Any, training: Any, steps: int) -> Callable[[], float]:
+    def run() -> float:
+        nonlocal training
+        began = time.perf_counter()
+        for _ in range(steps):
+            training, _ = step(training, load)
+        return time.perf_counter() - began
+
+    return run
+
+
+MODES = {"flips": flips, "alarms": alarms, "cost": cost}
+
+
+def main() -> None:
+    """Starts the ranks, or is one of them; prints the numbers of rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("-np", type=int, default=3)
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.rank:
+        names = ("trials", "width", "seed")
+        words = [w for n in names for w in (f"--{n}", str(getattr(options, n)))]
+        [row] = jobs.run(
+            *(options.np, "benchmarks.audits", options.mode, "--rank", *words),
+            options=["--same-bits"],
+            timeout=24 * 3600,
+        )
+        print(options.mode, f"on {options.np} ranks:")
+        for name, value in row.items():
+            print(f"  {name}: {value}")
+        return
+    ringjax.init()
+    row = MODES[options.mode](options)
+    if ringjax.rank() == 0:
+        jobs.report(row)
+
+
+if __name__ == "__main__":
+    main()
