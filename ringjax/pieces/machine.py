@@ -35,8 +35,8 @@ def facts() -> dict[str, str]:
     kind = f"{device.device_kind}, {device.client.platform_version}".split("\n")[0]
     found = {
         "jaxlib": f"{jaxlib_version.__version__} with jax {jax.__version__}",
-        "device": kind[:200],
-        "XLA_FLAGS": " ".join(_flags(os.environ.get("XLA_FLAGS", "")))[:1000],
+        "device": kind,
+        "XLA_FLAGS": " ".join(_flags(os.environ.get("XLA_FLAGS", ""))),
     }
     if device.platform == "cpu":
         found |= _cpu() | {"XLA threads": threads()}
@@ -57,10 +57,10 @@ def _cpu() -> dict[str, str]:
     model = [fields[name] for name in _MODEL if fields.get(name)]
     caches = [path.read_text().strip() for path in sorted(Path("/").glob(_CACHES[1:]))]
     return {
-        "CPU": f"{' '.join(model)[:150]}, caches {' '.join(caches) or 'unknown'}",
+        "CPU": f"{' '.join(model)}, caches {' '.join(caches) or 'unknown'}",
         "CPU features": " ".join(
             sorted(name for name in features.split() if _FEATURES.fullmatch(name))
-        )[:1000],
+        ),
     }
 
 

@@ -7,6 +7,7 @@ All ranks exchange them in the first step, and again when ranks have joined.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +23,8 @@ from ringjax.pieces.training import NAME
 
 # Bytes of the message of a rank. All messages have one length, so that a loss during
 # the exchange only removes a row.
-_ROW = 4096
+_ROW = 8192
+_LONGEST = 500  # characters of a fact
 _REMEDIES = {
     "jaxlib": "install one version of jax and jaxlib on all hosts",
     "device": "use one kind of device on all hosts",
@@ -64,7 +66,7 @@ class StartCheck:
         if runtime.is_newcomer():  # warm_up; the rank is compared when it has joined
             return
         _check_threads(own)
-        own = own | {
+        own = {name: _short(value) for name, value in own.items()} | {
             "pieces": str(self._pieces),
             "program": hashlib.sha256(self._program.encode()).hexdigest()[:16],
             "training state": hash_words(training).tobytes().hex(),
@@ -79,8 +81,25 @@ class StartCheck:
         if any(agreed for _, agreed, _ in rows):
             # A newcomer that differs must not end the job, so only it sees itself.
             rows = [row for row in rows if row[1] or row[0] == rank]
-        if problem := difference({row[0]: row[2] for row in rows}):
+        facts = {row[0]: row[2] for row in rows}
+        if problem := difference(facts):
+            is_first = not any(agreed for _, agreed, _ in rows)
+            if is_first and problem.partition(": ")[2].startswith("program"):
+                problem += self._different_line(min(facts))
             raise InvalidArgument(f"{NAME}: {problem}")
+
+    def _different_line(self, root: int) -> str:
+        """Compares the programs with that of rank `root`. All ranks call it."""
+        name = f"{NAME}.program"
+        first = eager.broadcast_object(self._program, root, name).splitlines()
+        own = self._program.splitlines()
+        for there, here in itertools.zip_longest(first, own, fillvalue="(no line)"):
+            if there != here:
+                return (
+                    f"; the programs of rank {root} and of this rank have\n"
+                    f"{_short(there.strip())}\n{_short(here.strip())}"
+                )
+        return ""
 
 
 def difference(facts: dict[int, dict[str, str]]) -> str:
@@ -116,11 +135,16 @@ def _shown(name: str, value: str, others: Iterable[str]) -> str:
     return " ".join(word for word in value.split() if word not in common) or "less"
 
 
+def _short(text: str) -> str:
+    """Returns the text, or its beginning and a hash if it is long."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}… ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
 def _exchange(row: list[Any]) -> list[list[Any]]:
     """Returns the rows of all ranks."""
-    text = json.dumps(row).encode()
-    if len(text) > _ROW:
-        raise AssertionError(f"{NAME}: the facts have {len(text)} bytes")
+    text = json.dumps(row, ensure_ascii=False).encode()
     padded = np.frombuffer(text.ljust(_ROW), np.uint8)[None]
     rows = np.asarray(eager.allgather(padded, name=f"{NAME}.check"))
     return [json.loads(bytes(each)) for each in rows]

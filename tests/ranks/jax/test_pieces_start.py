@@ -50,6 +50,9 @@ def test_the_rank_that_differs_is_named(
     assert "InvalidArgument: ringjax.pieces.step: ranks would compute" in found, found
     assert text in found, found
     assert "loss:" not in job.output(0)
+    if "scale" in change:
+        lines = job.output(1).split("of this rank have\n")[1].splitlines()
+        assert "1.0" in lines[0] and "2.0" in lines[1], lines
 
 
 def test_the_text_shows_only_features_that_differ() -> None:
