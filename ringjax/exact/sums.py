@@ -102,10 +102,18 @@ class Sums:
 
         Raises:
             TypeError: a leaf has no dtype of floats.
-            ValueError: `tree` differs from that of `zeros` in its structure or shapes.
+            ValueError: `tree` differs from that of `zeros` in its structure or shapes,
+                or `exponents` are those of another tree.
         """
         leaves, layout = flatten("add", tree)
         check_layout(layout, total.layout)
+        exponents = jnp.asarray(exponents, jnp.int32)
+        if exponents.shape != (len(leaves),):
+            raise ValueError(
+                "ringjax.exact.Sums.add: `exponents` have the shape "
+                f"{exponents.shape}, expected ({len(leaves)},), one for each leaf of "
+                "`tree`; begin with those of Sums.exponents(tree)"
+            )
         if not leaves:
             return total
         words, counts, top, checksum = native_add.add_leaves(

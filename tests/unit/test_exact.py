@@ -283,3 +283,7 @@ def test_wrong_arguments_are_named() -> None:
         ValueError, match="has the leaves v, expected those of zeros: w"
     ):
         sums.add(total, {"v": jnp.ones(3)}, exponents)
+    with pytest.raises(
+        ValueError, match=r"`exponents` have the shape \(2,\), expected"
+    ):
+        sums.add(total, {"w": jnp.ones(3)}, jnp.zeros(2, jnp.int32))

@@ -74,7 +74,8 @@ ffi::Error ExactAdd(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wi
                  static_cast<float*>(parts[2]),
                  static_cast<exact::Checksum*>(parts[3])};
   const auto units = args.get<ffi::Buffer<ffi::S32>>(kParts);
-  if (!units.has_value()) return Unreadable();
+  if (!units.has_value() || args.size() != kParts + 1 + units->element_count())
+    return Unreadable();
   uint64_t first = 0;
   for (size_t i = 0; i < units->element_count(); ++i) {
     const auto leaf = args.get<ffi::AnyBuffer>(kParts + 1 + i);
