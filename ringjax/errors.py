@@ -23,7 +23,7 @@ SHUT_DOWN = "has shut down before this call"
 # "RINGJAX[world, epoch 0]: allreduce 'grads' (2 tensors, SUM, seq 3): <problem>"
 _CALL = re.compile(
     r"RINGJAX\[[^\]]*\]: (?:Mismatched [\w ]+ of )?"
-    r"(allreduce|allgather|broadcast|reducescatter|alltoall|barrier)\b"
+    r"(allreduce|allgather|broadcast|reducescatter|alltoall|barrier|exchange)\b"
     r"(?: '(.*?)')?(?=[ :])"
 )
 _LEAF = re.compile(r"\brank \d+ sent '(.*?)' ")

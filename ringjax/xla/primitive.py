@@ -102,6 +102,12 @@ def define_collective(
             refuse_adasum(name, params["reduce_op"], NO_SHARDS)
         if program.platform == "cuda" and name in ("allreduce", "reducescatter"):
             check_nccl(name, jax_private.avals_in(ctx), params)
+        if name == "exchange" and (program.devices or program.platform == "cuda"):
+            raise ValueError(
+                "ringjax.exchange: the native exchange of exact sums runs on one CPU "
+                "device; put the sums on one CPU device, or add them up as digits by "
+                "ringjax.allreduce"
+            )
         # Do not split in an elastic job, which repeats an operation as one call, and on
         # CUDA, where compile time does not grow with the number of tensors.
         whole = program.elastic or program.platform == "cuda"

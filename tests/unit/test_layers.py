@@ -102,7 +102,8 @@ INCLUDES = {
     "engine/call": {"base", "transport", "collective"},
     "engine/recorder": {"base", "collective"},
     "engine/communicator": {
-        *("base", "transport", "collective", "engine/call", "engine/recorder")
+        *("base", "transport", "collective", "engine/call", "engine/recorder"),
+        "exact",
     },
     "engine/heartbeat": {
         *("base", "transport", "engine/call", "engine/communicator"),

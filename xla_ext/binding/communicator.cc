@@ -85,7 +85,8 @@ uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>
     t.in = const_cast<void*>(ins[i].data());  // only read, unless it is `out` as well
     t.out = outs[i].data();
     t.room = outs[i].nbytes();
-    if (DTypeOf(outs[i].dtype()) != t.dtype)
+    const bool mean = i == 0 && call.op == Collective::kExchange;
+    if (DTypeOf(outs[i].dtype()) != (mean ? DType::kF32 : t.dtype))
       throw nb::value_error("ringjax: `outs` and `ins` have different element types");
   }
   uint32_t epoch = 0;

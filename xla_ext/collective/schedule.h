@@ -21,10 +21,12 @@ enum class Collective : uint8_t {
   kReducescatter,
   kAlltoall,
   kBarrier,
+  kExchange,  // It exchanges exact sums, by a reducescatter and an allgather.
 };
-inline constexpr int kCollectiveCount = 6;
+inline constexpr int kCollectiveCount = 7;
 inline constexpr std::string_view kCollectiveNames[kCollectiveCount] = {
-    "allreduce", "allgather", "broadcast", "reducescatter", "alltoall", "barrier"};
+    "allreduce", "allgather", "broadcast", "reducescatter",
+    "alltoall",  "barrier",   "exchange"};
 constexpr std::string_view Name(Collective op) {
   return kCollectiveNames[static_cast<int>(op)];
 }

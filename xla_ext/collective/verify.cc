@@ -84,6 +84,7 @@ Promise PromiseTo(int rank, const std::vector<Problem>& problems) {
       return promise;
     }
     case Collective::kBarrier:
+    case Collective::kExchange:
       break;
   }
   return {};

@@ -60,6 +60,8 @@ Status CudaCollectives::Enqueue(Work* work) {
       return Alltoall(work);
     case Collective::kBarrier:
       return Barrier(work);
+    case Collective::kExchange:
+      break;
   }
   return Status(Code::kInternal, "unknown collective");
 }

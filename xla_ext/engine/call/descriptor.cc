@@ -127,6 +127,15 @@ Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size) 
   return OkStatus();
 }
 
+std::span<const int32_t> UnitsOf(const Call& call) {
+  const auto& tensors = call.tensors;
+  if (call.op != Collective::kExchange || tensors.size() != ExchangeTensor::kNumber)
+    return {};
+  const Tensor& units = tensors[ExchangeTensor::kUnits];
+  if (units.dtype != DType::kI32) return {};
+  return {static_cast<const int32_t*>(units.in), units.elements()};
+}
+
 uint64_t Fingerprint(const Call& call) {
   Hash hash;
   hash.Add(static_cast<uint64_t>(call.op) | static_cast<uint64_t>(call.reduce_op) << 8 |
@@ -147,6 +156,7 @@ uint64_t Fingerprint(const Call& call) {
   }
   if (RowsAgree(call.op))
     for (int64_t rows : call.rows) hash.Add(static_cast<uint64_t>(rows));
+  for (int32_t unit : UnitsOf(call)) hash.Add(static_cast<uint64_t>(unit));
   return hash.value();
 }
 
@@ -213,8 +223,9 @@ std::string Explain(const Call& call, size_t limit) {
                                  : call.partition.substr(0, call.partition.find('\n')))
       << '\n';
   out << call.tensors.size() << " tensors\n";
-  const size_t per_tensor =
-      call.tensors.empty() ? 0 : call.rows.size() / call.tensors.size();
+  const size_t per_tensor = call.tensors.empty() || call.op == Collective::kExchange
+                                ? 0
+                                : call.rows.size() / call.tensors.size();
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const std::string_view name = call.TensorName(i);
     if (!name.empty()) out << '\'' << name << "' ";
@@ -226,6 +237,13 @@ std::string Explain(const Call& call, size_t limit) {
     }
     out << '\n';
     if (static_cast<size_t>(out.tellp()) > limit) break;
+  }
+  const auto units = UnitsOf(call);
+  if (!call.rows.empty() && units.size() + 1 == call.rows.size()) {
+    out << call.rows[0] << " pieces\n";
+    for (size_t leaf = 0; leaf < units.size(); ++leaf)
+      out << "leaf " << leaf << " of " << call.rows[leaf + 1] << " elements, unit 2^"
+          << units[leaf] << '\n';
   }
   return std::string(Cut(out.str(), limit));
 }

@@ -79,6 +79,15 @@ bool RaggedRows(Collective op);
 // Returns kInvalidArgument if `op` cannot apply `reduce_op` to `dtype` on `size` ranks.
 Status CheckReduction(Collective op, ReduceOp reduce_op, DType dtype, int size);
 
+// The tensors of an exchange of exact sums, in their order. See exact_exchange.h.
+struct ExchangeTensor {
+  static constexpr size_t kSums = 0, kControl = 1, kMaxima = 2, kUnits = 3,
+                          kChecksum = 4, kNumber = 5;
+};
+
+// Returns the units of an exchange of exact sums, which must be equal on all ranks.
+std::span<const int32_t> UnitsOf(const Call& call);
+
 // Returns a hash of all properties of a call that must be equal on all ranks. The rows
 // of an alltoall differ between ranks and are compared separately.
 uint64_t Fingerprint(const Call& call);

@@ -309,7 +309,7 @@ class AllreducePipeline : public TilePipeline {
     for (uint64_t k = 0; k < tiles_; ++k) CopyOut(k);
   }
 
- private:
+ protected:
   Range Tile(uint64_t k) const {
     return {k * tile_, std::min(count_, (k + 1) * tile_)};
   }
@@ -326,6 +326,7 @@ class AllreducePipeline : public TilePipeline {
             std::min(tile.end, tile.begin + (r + 1) * each)};
   }
 
+ private:
   // Calls visit(range) for the elements of the tile that other ranks own: the range
   // before the part of this rank and the range after that part, unless empty.
   template <typename Visit>
@@ -410,6 +411,76 @@ class AllreducePipeline : public TilePipeline {
   }
 
   const uint64_t count_;
+};
+
+// An allreduce of 8-byte sums, with float results. The results of a part begin in the
+// result slot where its sums would, so that no two ranks write to one line.
+class ExchangePipeline : public AllreducePipeline {
+ public:
+  ExchangePipeline(const Buffers& buffers, uint64_t count, const Arithmetic& arithmetic,
+                   SumDecoder* decoder, const Endpoints& endpoints, Waiter* waiter)
+      : AllreducePipeline(buffers, count, arithmetic, endpoints, waiter),
+        decoder_(decoder) {}
+
+  std::vector<PartOfSums> PartsOf(int rank) const {
+    std::vector<PartOfSums> parts;
+    for (uint64_t k = 0; k < tiles_; ++k) {
+      const Range part = Part(Tile(k), rank);
+      if (part.begin < part.end) parts.push_back({part.begin, part.end});
+    }
+    return parts;
+  }
+
+ private:
+  static constexpr uint64_t kMost = kStrip / sizeof(int64_t);  // elements of a strip
+
+  void Reduce(uint64_t k) override {
+    alignas(64) float means[kMost];
+    auto* const sums = reinterpret_cast<int64_t*>(scratch);
+    const auto copy = segment_.copier().non_temporal() ? CopyNonTemporal : CopyBytes;
+    const FloatMode mode;
+    const Range tile = Tile(k), part = Part(tile, rank_);
+    for (uint64_t at = part.begin; at < part.end;) {
+      const uint64_t most = std::min(kMost, part.end - at);
+      const Span own = buffers_.in->At(at * width_, most * width_);
+      const uint64_t n = own.bytes / width_;
+      ReduceStrip(scratch, own.data, k, (at - tile.begin) * width_, n);
+      decoder_->Decode(sums, n, at, means);
+      Store(means, at, n);
+      copy(Result(k, part, at), means, n * sizeof(float));
+      at += n;
+    }
+  }
+
+  void CopyOut(uint64_t k) override {
+    auto* const means = reinterpret_cast<float*>(scratch);
+    for (int i = 1; i < size_; ++i) {
+      const int owner = (rank_ + i) % size_;
+      const Range part = Part(Tile(k), owner);
+      for (uint64_t at = part.begin; at < part.end; at += kMost) {
+        const uint64_t n = std::min(kMost, part.end - at);
+        CopyBytes(scratch, Result(k, part, at), n * sizeof(float));
+        decoder_->Receive(owner, means, n, at);
+        Store(means, at, n);
+      }
+    }
+  }
+
+  std::byte* Result(uint64_t k, Range part, uint64_t at) const {
+    return Slot(k, size_) + (part.begin - Tile(k).begin) * width_ +
+           (at - part.begin) * sizeof(float);
+  }
+
+  void Store(const float* means, uint64_t at, uint64_t n) const {
+    const bool past_caches = buffers_.out->bytes() >= kNonTemporalResult;
+    const auto* from = reinterpret_cast<const std::byte*>(means);
+    buffers_.out->ForPieces(at * sizeof(float), n * sizeof(float), [&](Span to) {
+      (past_caches ? CopyNonTemporal : CopyBytes)(to.data, from, to.bytes);
+      from += to.bytes;
+    });
+  }
+
+  SumDecoder* const decoder_;
 };
 
 // A message of blocks, one for each rank: counts[r] elements that belong to rank r.
@@ -573,6 +644,18 @@ Status RunInTiles(const Problem& problem, const Buffers& buffers,
   return MovePipeline(buffers, alltoall, std::move(counts), tiling, arithmetic,
                       endpoints, waiter)
       .Run();
+}
+
+Status ExchangeInTiles(uint64_t count, const Buffers& buffers,
+                       const Arithmetic& arithmetic, SumDecoder* decoder,
+                       const Endpoints& endpoints, Waiter* waiter) {
+  return ExchangePipeline(buffers, count, arithmetic, decoder, endpoints, waiter).Run();
+}
+
+std::vector<PartOfSums> PartsInTiles(uint64_t count, const Arithmetic& arithmetic,
+                                     const Endpoints& endpoints, int rank) {
+  return ExchangePipeline({}, count, arithmetic, nullptr, endpoints, nullptr)
+      .PartsOf(rank);
 }
 
 uint64_t RetainedWhenReducedIs(uint64_t count, const Arithmetic& arithmetic,

@@ -34,9 +34,11 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "collective/schedule.h"
 #include "engine/call/executor.h"
+#include "engine/call/sum_decoder.h"
 
 namespace ringjax {
 
@@ -54,6 +56,17 @@ enum class Sums : uint8_t { kComplete, kPartial };
 Status RunInTiles(const Problem& problem, const Buffers& buffers,
                   const Arithmetic& arithmetic, const Endpoints& endpoints,
                   Waiter* waiter, bool* fits, Sums sums = Sums::kComplete);
+
+// Runs an exchange of exact sums: an allreduce of `count` elements of 8 bytes, whose
+// results have 4 bytes. The rank that reduces a part decodes it while it is in a cache,
+// and the other ranks copy and check the means. `count` must be at least 1.
+Status ExchangeInTiles(uint64_t count, const Buffers& buffers,
+                       const Arithmetic& arithmetic, SumDecoder* decoder,
+                       const Endpoints& endpoints, Waiter* waiter);
+
+// Returns the parts that `rank` reduces in such an exchange.
+std::vector<PartOfSums> PartsInTiles(uint64_t count, const Arithmetic& arithmetic,
+                                     const Endpoints& endpoints, int rank);
 
 // -- results that outlive an aborted call --------------------------------------------
 //

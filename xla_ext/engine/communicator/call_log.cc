@@ -17,7 +17,7 @@ void CallLog::Count(const Request& request, std::string_view algorithm,
   event_.bytes += request.bytes;
   event_.algorithm = route;
   std::lock_guard lock(mutex_);
-  OpStats& stats = stats_[static_cast<size_t>(request.problem.op)];
+  OpStats& stats = stats_[static_cast<size_t>(request.op)];
   stats.bytes += request.bytes;
   stats.sent_bytes += sent_bytes;
   ++stats.algorithms[algorithm];

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <exception>
 
 #include "base/failpoint.h"
@@ -139,10 +140,11 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   Requests requests;
   if (valid.ok()) requests = Split(call, state_.rank(), state_.size());
   agreement.even = call.even;
+  const bool exact = call.op == Collective::kExchange;
   const bool inlined = planner_.IsInline(requests);
   using Source = CallAttempt::Source;
   if (inlined && !state_.options.end_barrier) attempt->source = Source::kInlineData;
-  if (valid.ok() && requests.empty() && !state_.options.end_barrier)
+  if (valid.ok() && requests.empty() && !exact && !state_.options.end_barrier)
     attempt->source = Source::kNotNeeded;
   // `agreed` stays 0 for an alltoall, because its ranks may agree twice, and the
   // counter would reach the value in the first agreement.
@@ -169,7 +171,7 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
     return completion_.End(call, agreement.outcome, CallCompletion::Barrier::kFrames,
                            frame, &waiter, attempt);
   }
-  if (state_.repairs && !requests.empty()) {
+  if (state_.repairs && (exact || !requests.empty())) {
     state_.progress->set_repeatable(local_check || call.KeepsInputs());
     if (requests.size() == 1 && !state_.options.end_barrier)
       attempt->reduced = planner_.RetainedWhenReducedIs(requests[0]);
@@ -181,6 +183,11 @@ Status CallRunner::RunSteps(const Call& call, CallAttempt* attempt,
   const auto tiles_finished = [&] {
     return segment ? segment->own(SharedSegment::kFinished) : 0;
   };
+  if (exact) {
+    if (Status s = RunExchange(call, &frame, &waiter); !s.ok())
+      return failures_.Fail(call, s);
+    barrier = CallCompletion::Barrier::kFrames;
+  }
   for (Request& request : requests) {
     const uint64_t before = tiles_finished();
     if (Status s = RunRequest(&request, frame, &waiter); !s.ok())
@@ -320,6 +327,90 @@ Status CallRunner::RunAdasum(Request* request, const Frame& frame, Waiter* waite
                                         state_.endpoints, waiter, &sent);
   log_.Count(*request, kAdasumName, kAdasumName, sent);
   return status;
+}
+
+// Repeats an exchange whose checksums do not fit, because most errors of memory or of a
+// network do not occur twice. If the checksums do not fit again, one rank is to blame.
+Status CallRunner::RunExchange(const Call& call, Frame* frame, Waiter* waiter) {
+  constexpr int kMostTries = 4;
+  ExactExchange exchange(call, state_.rank(), state_.size(), &exchange_memory_);
+  Status blame;
+  for (int tries = 0; tries < kMostTries && (tries < 2 || blame.ok()); ++tries) {
+    bool fits = false;
+    RJ_TRY(TryExchange(&exchange, frame, waiter, &fits));
+    if (fits) return exchange.Finish(), OkStatus();
+    RJ_TRY(FindDamage(&exchange, *frame, waiter, &blame));
+    if (blame.rank() != state_.rank()) continue;
+    std::fprintf(stderr, "[ringjax %d/%d e%u] %s: this rank %s\n", state_.world_rank(),
+                 state_.size(), state_.options.epoch,
+                 failures_.DescribeCall(call).c_str(), blame.message().c_str());
+  }
+  if (!blame.ok()) return blame;
+  return {Code::kInternal, "could not make an exchange whose checksums fit"};
+}
+
+// Runs all steps of an exchange once. All ranks receive the same `*fits`.
+Status CallRunner::TryExchange(ExactExchange* exchange, Frame* frame, Waiter* waiter,
+                               bool* fits) {
+  exchange->Begin();
+  Request whole = exchange->Whole();
+  bool in_tiles = false;
+  RJ_TRY(GoesInTiles(whole, &in_tiles));
+  if (in_tiles) {
+    const Planned& planned = *planner_.PlanFor(whole).value();
+    // Each element is sent as 8 bytes to be reduced, and then as 4 bytes.
+    log_.Count(whole, planned.route.algorithm->name, planned.route.name(),
+               planned.plan.sent * 6);
+    RJ_TRY(ExchangeInTiles(whole.problem.counts[0], {&whole.in, &whole.out, {}},
+                           whole.arithmetic, exchange, state_.endpoints, waiter));
+  } else {
+    Request scatter = exchange->Scatter();
+    RJ_TRY(RunRequest(&scatter, *frame, waiter));
+    exchange->DecodeBlock();
+  }
+  ++frame->step;
+  Request gather = exchange->Gather(!in_tiles);
+  RJ_TRY(RunRequest(&gather, *frame, waiter));
+  ++frame->step;
+  *fits = exchange->Fits(!in_tiles);
+  if (state_.size() == 1) return OkStatus();
+  return Agree(*frame, *fits, state_.endpoints, waiter, fits);
+}
+
+Status CallRunner::GoesInTiles(const Request& whole, bool* in_tiles) {
+  if (!state_.endpoints.segment || whole.in.empty()) return OkStatus();
+  const Result<const Planned*> planned = planner_.PlanFor(whole);
+  if (!planned.ok()) return planned.status();
+  *in_tiles = planned.value()->route.kind == Route::Kind::kTiles;
+  return OkStatus();
+}
+
+// Finds the rank to blame for an exchange whose checksums do not fit. All ranks receive
+// the same `*blame`, which is ok if no rank finds anything wrong with itself.
+Status CallRunner::FindDamage(ExactExchange* exchange, const Frame& frame,
+                              Waiter* waiter, Status* blame) {
+  const Request whole = exchange->Whole();
+  bool in_tiles = false;
+  RJ_TRY(GoesInTiles(whole, &in_tiles));
+  std::vector<std::vector<PartOfSums>> parts;
+  for (int rank = 0; rank < state_.size() && in_tiles; ++rank)
+    parts.push_back(PartsInTiles(whole.problem.counts[0], whole.arithmetic,
+                                 state_.endpoints, rank));
+  std::vector<int64_t> terms = exchange->ChecksOf(parts);
+  if (state_.size() > 1)
+    RJ_TRY(ExchangeWords(frame, terms, state_.endpoints, waiter, &terms));
+  const std::string own = exchange->Complaint(terms);
+  std::vector<std::string> texts = {own};
+  if (state_.size() > 1)
+    RJ_TRY(ExchangeTexts(frame, own, state_.endpoints, waiter, &texts));
+  *blame = OkStatus();
+  std::string_view worst;
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty() || (!worst.empty() && texts[rank] >= worst)) continue;
+    worst = texts[rank];
+    *blame = {Code::kInternal, texts[rank].substr(1), static_cast<int>(rank)};
+  }
+  return OkStatus();
 }
 
 // Exchanges the splits of an alltoall before any row is sent. Sets `*fit` to whether

@@ -12,6 +12,7 @@
 #include "engine/communicator/call_completion.h"
 #include "engine/communicator/call_log.h"
 #include "engine/communicator/comm_state.h"
+#include "engine/communicator/exact_exchange.h"
 #include "engine/communicator/failure_report.h"
 #include "engine/communicator/planner.h"
 #include "engine/communicator/requests.h"
@@ -86,6 +87,13 @@ class CallRunner {
   Status CompleteInline(const Call& call, Requests* requests, Status* outcome,
                         CallAttempt* attempt);
   Status RunRequest(Request* request, const Frame& frame, Waiter* waiter);
+  // Runs an exchange of exact sums to which all ranks have agreed. Increments
+  // `frame->step`.
+  Status RunExchange(const Call& call, Frame* frame, Waiter* waiter);
+  Status TryExchange(ExactExchange* exchange, Frame* frame, Waiter* waiter, bool* fits);
+  Status GoesInTiles(const Request& whole, bool* in_tiles);
+  Status FindDamage(ExactExchange* exchange, const Frame& frame, Waiter* waiter,
+                    Status* blame);
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
   // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if
   // necessary.
@@ -100,6 +108,7 @@ class CallRunner {
   Planner& planner_;
   CallCompletion& completion_;
   std::vector<std::byte> scratch_;
+  ExchangeMemory exchange_memory_;
   bool segments_agreed_ = false;  // see AgreeOnSegments
 };
 

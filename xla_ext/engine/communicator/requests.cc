@@ -6,6 +6,8 @@
 #include <numeric>
 #include <string>
 
+#include "engine/communicator/exact_exchange.h"
+
 namespace ringjax {
 namespace {
 
@@ -68,6 +70,7 @@ std::string Label(const Call& call, size_t i) {
 }  // namespace
 
 Status CheckCall(const Call& call, int rank, int size) {
+  if (call.op == Collective::kExchange) return CheckExchange(call);
   const bool reduces =
       call.op == Collective::kAllreduce || call.op == Collective::kReducescatter;
   const size_t p = static_cast<size_t>(size);
@@ -103,7 +106,7 @@ Requests Split(const Call& call, int rank, int size) {
   Requests requests;
   auto add = [&](DType dtype) -> Request& {
     Request& r = requests.emplace_back();
-    r.problem.op = call.op;
+    r.op = r.problem.op = call.op;
     r.problem.root = call.root;
     r.arithmetic.dtype = r.arithmetic.wire = dtype;
     return r;
@@ -126,6 +129,7 @@ Requests Split(const Call& call, int rank, int size) {
   const size_t p = static_cast<size_t>(size);
   switch (call.op) {
     case Collective::kBarrier:
+    case Collective::kExchange:  // ExactExchange makes its requests
       break;
     case Collective::kAllreduce: {
       std::array<size_t, kDTypeCount> pieces{}, place{};

@@ -21,6 +21,7 @@ namespace ringjax {
 
 // The tensors of a call that move together, with one plan.
 struct Request {
+  Collective op = Collective::kAllreduce;  // the collective of the call
   Problem problem;
   Arithmetic arithmetic;
   Buffers buffers;

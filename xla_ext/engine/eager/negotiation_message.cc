@@ -31,6 +31,8 @@ enum Flag : uint8_t {
 constexpr uint8_t kAllFlags = 63;
 
 constexpr size_t kSealBytes = 4;
+// The lane has all collectives before kExchange.
+constexpr auto kEagerCollectives = static_cast<uint8_t>(Collective::kExchange);
 constexpr size_t kRealBytes = 8;
 constexpr size_t kLeastPiece = 2;  // bytes: a dtype and a count of dimensions
 
@@ -224,7 +226,7 @@ Status NegotiationReader::Description(NegotiationItem* item) {
   auto s = std::make_shared<Submission>();
   uint8_t op = 0, flags = 0, reduce_op = 0;
   int64_t root = 0;
-  if (!Byte(&op) || op >= kCollectiveCount) return Damaged("no such collective");
+  if (!Byte(&op) || op >= kEagerCollectives) return Damaged("no such collective");
   if (!Byte(&flags) || (flags & ~kAllFlags) != 0) return Damaged("unknown flags");
   if (!Text(&s->name)) return Damaged("a name ends early");
   if (!Byte(&reduce_op) || reduce_op > static_cast<uint8_t>(ReduceOp::kProduct))
@@ -273,7 +275,7 @@ Status NegotiationReader::Next(NegotiationItem* item) {
   if (value != kExpiry) return Damaged("no such item");
   auto key = std::make_shared<Submission>();
   uint8_t op = 0;
-  if (!Byte(&op) || op >= kCollectiveCount) return Damaged("no such collective");
+  if (!Byte(&op) || op >= kEagerCollectives) return Damaged("no such collective");
   if (!Text(&key->name)) return Damaged("a name ends early");
   if (!Real(&item->seconds) || !std::isfinite(item->seconds) || item->seconds < 0)
     return Damaged("no such time");

@@ -145,6 +145,7 @@ bool Qualifies(const Submission& s, bool waits) {
     case Collective::kAlltoall:
       return s.splits.empty();
     case Collective::kBarrier:
+    case Collective::kExchange:
       break;
   }
   return false;
