@@ -6,9 +6,7 @@
 #include <span>
 #include <utility>
 
-#include "base/cpu_level.h"
 #include "base/failpoint.h"
-#include "base/reduce_kernels.h"
 
 namespace ringjax {
 namespace {
@@ -22,30 +20,15 @@ constexpr size_t kSums = ExchangeTensor::kSums, kControl = ExchangeTensor::kCont
                  kMaxima = ExchangeTensor::kMaxima, kUnits = ExchangeTensor::kUnits,
                  kChecksum = ExchangeTensor::kChecksum;
 
-// Within a strip, the places are short numbers, so a vector unit can multiply.
-RINGJAX_INLINE exact::Checksum CheckStrip(const std::byte* words, uint32_t n) {
-  uint64_t plain = 0, weighted = 0;
-  RINGJAX_VECTOR_LOOP
-  for (uint32_t i = 0; i < n; ++i) {
-    uint32_t word;
-    std::memcpy(&word, words + i * sizeof word, sizeof word);
-    plain += word;
-    weighted += uint64_t{word} * i;
-  }
-  return {plain, weighted};
-}
-
-// Returns the checksum of `n` words of 4 bytes. `first` is the place of the first one.
-exact::Checksum CheckWords(const void* words, uint64_t n, uint64_t first) {
-  exact::Checksum sum;
-  for (uint64_t at = 0; at < n; at += kDecodedAtOnce) {
-    const auto strip = static_cast<uint32_t>(std::min(kDecodedAtOnce, n - at));
-    const auto* from = static_cast<const std::byte*>(words) + at * sizeof(uint32_t);
-    const exact::Checksum found = ByLevel<CheckStrip>(from, strip);
-    sum.plain += found.plain;
-    sum.weighted += 2 * found.weighted + found.plain * (2 * (first + at) + 1);
-  }
-  return sum;
+// Returns the checksum of `n` numbers of 4 bytes, taken as words of 8 bytes. `first`,
+// the place of the first number, must be even; after an odd number of them follows 0.
+exact::Checksum CheckPairs(const void* numbers, uint64_t n, uint64_t first) {
+  const auto* words = static_cast<const int64_t*>(numbers);
+  exact::Checksum sum = exact::Check(words, n / 2, first / 2);
+  if (n % 2 == 0) return sum;
+  int64_t last = 0;
+  std::memcpy(&last, words + n / 2, sizeof(int32_t));
+  return sum += exact::Check(&last, 1, (first + n) / 2);
 }
 
 exact::Checksum ReadChecksum(const void* words) {
@@ -100,7 +83,8 @@ ExactExchange::ExactExchange(const Call& call, int rank, int size,
       size_(size),
       count_(call.tensors[kSums].bytes() / sizeof(int64_t)),
       control_(call.tensors[kControl].elements()),
-      numbers_(control_ + call.tensors[kMaxima].elements()),
+      maxima_(call.tensors[kMaxima].elements()),
+      numbers_((control_ + maxima_ + 1) / 2 * 2),
       memory_(*memory) {
   const std::span<const int32_t> units = UnitsOf(call);
   uint64_t first = 0;
@@ -123,7 +107,7 @@ void ExactExchange::Begin() {
     own = std::copy_n(static_cast<const int32_t*>(t.in), t.elements(), own);
   }
   SealsOf(rank_).given = ReadChecksum(call_.tensors[kChecksum].in);
-  SealsOf(rank_).sent = CheckWords(NumbersOf(rank_), numbers_, count_);
+  SealsOf(rank_).sent = CheckPairs(NumbersOf(rank_), numbers_, EvenPlace());
   reduces_ = receives_ = false;
 }
 
@@ -178,13 +162,13 @@ void ExactExchange::Decode(int64_t* sums, uint64_t n, uint64_t first, float* mea
   own.reduced += exact::Check(sums, n, first);
   exact::DecodeLeaves(sums, first, n, {from, to}, static_cast<int>(call_.rows[0]),
                       means);
-  own.sent += CheckWords(means, n, first);
+  own.sent += CheckPairs(means, n, first);
 }
 
 void ExactExchange::Receive(int owner, float* means, uint64_t n, uint64_t first) {
   if (!std::exchange(receives_, true))
     FlipAtFailpoint(Failpoint::kExactResult, means, n * sizeof *means);
-  memory_.received[static_cast<size_t>(owner)] += CheckWords(means, n, first);
+  memory_.received[static_cast<size_t>(owner)] += CheckPairs(means, n, first);
 }
 
 // The block of this rank is sent from the memory of the result, so it is not copied.
@@ -209,7 +193,7 @@ Request ExactExchange::Gather(bool with_means) {
 
 exact::Checksum ExactExchange::Received(int rank) const {
   exact::Checksum sum = memory_.received[static_cast<size_t>(rank)];
-  return sum += CheckWords(NumbersOf(rank), numbers_, count_);
+  return sum += CheckPairs(NumbersOf(rank), numbers_, EvenPlace());
 }
 
 bool ExactExchange::Fits(bool with_means) {
@@ -228,16 +212,15 @@ bool ExactExchange::Fits(bool with_means) {
 void ExactExchange::Finish() const {
   auto* control = static_cast<int32_t*>(call_.tensors[kControl].out);
   auto* maxima = static_cast<int32_t*>(call_.tensors[kMaxima].out);
-  const uint64_t most = numbers_ - control_;
   std::copy_n(NumbersOf(0), control_, control);
-  std::copy_n(NumbersOf(0) + control_, most, maxima);
+  std::copy_n(NumbersOf(0) + control_, maxima_, maxima);
   exact::Checksum total = SealsOf(0).given;
   for (int rank = 1; rank < size_; ++rank) {
     const int32_t* numbers = NumbersOf(rank);
     for (uint64_t i = 0; i < control_; ++i)
       control[i] = static_cast<int32_t>(static_cast<uint32_t>(control[i]) +
                                         static_cast<uint32_t>(numbers[i]));
-    for (uint64_t i = 0; i < most; ++i)
+    for (uint64_t i = 0; i < maxima_; ++i)
       maxima[i] = std::max(maxima[i], numbers[control_ + i]);
     total += SealsOf(rank).given;
   }

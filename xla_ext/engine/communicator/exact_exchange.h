@@ -102,12 +102,15 @@ class ExactExchange : public SumDecoder {
   bool HasCopy(int rank) const { return rank != rank_ || owns_copy_; }
   // Returns the checksum of all that `rank` has sent, as this rank has received it.
   exact::Checksum Received(int rank) const;
+  // Returns the place of the first number, behind those of the means.
+  uint64_t EvenPlace() const { return (count_ + 1) / 2 * 2; }
   float* mean() const { return static_cast<float*>(call_.tensors[0].out); }
 
   const Call& call_;
   const int rank_, size_;
-  // The elements of the sums, the control numbers, and these and the maxima.
-  const uint64_t count_, control_, numbers_;
+  // The elements of the sums, the control numbers, the maxima, and the last two
+  // together, rounded up to an even number.
+  const uint64_t count_, control_, maxima_, numbers_;
   ExchangeMemory& memory_;
   std::vector<exact::Leaf> leaves_;
   // Whether the means of this rank itself were gathered and checked.
