@@ -435,9 +435,9 @@ class ExchangePipeline : public AllreducePipeline {
   static constexpr uint64_t kMost = kStrip / sizeof(int64_t);  // elements of a strip
 
   void Reduce(uint64_t k) override {
-    alignas(64) float means[kMost];
+    alignas(64) float decoded[kMost];
     auto* const sums = reinterpret_cast<int64_t*>(scratch);
-    const auto copy = segment_.copier().non_temporal() ? CopyNonTemporal : CopyBytes;
+    const bool far = segment_.copier().non_temporal();  // see ReduceToOutputAndSlot
     const FloatMode mode;
     const Range tile = Tile(k), part = Part(tile, rank_);
     for (uint64_t at = part.begin; at < part.end;) {
@@ -445,9 +445,11 @@ class ExchangePipeline : public AllreducePipeline {
       const Span own = buffers_.in->At(at * width_, most * width_);
       const uint64_t n = own.bytes / width_;
       ReduceStrip(scratch, own.data, k, (at - tile.begin) * width_, n);
+      auto* const result = reinterpret_cast<float*>(Result(k, part, at));
+      float* const means = far ? decoded : result;
       decoder_->Decode(sums, n, at, means);
       Store(means, at, n);
-      copy(Result(k, part, at), means, n * sizeof(float));
+      if (far) CopyNonTemporal(result, means, n * sizeof(float));
       at += n;
     }
   }
