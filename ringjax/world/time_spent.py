@@ -8,6 +8,7 @@ counts them anyway, so a step costs nothing here. `TimeSpent.report` combines bo
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from bisect import bisect
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 
 from ringjax import _native
 from ringjax.monitor.time_report import Progress, TimeReport
+from ringjax.world.recorder import RECORDER_CAPACITY
 
 _MAX_MARKS = 1024  # enough marks for the start of a program
 _KEY = ("lane", "set", "op", "name", "bytes")
 # The names of calls that begin and commit a training function, and are no step.
 _CALLS_OF_RINGJAX = ("ringjax.", "elastic.")
+_NUMBER = re.compile(r"\d+")
 _Events = list[dict[str, Any]]
 
 
@@ -156,7 +159,7 @@ class TimeSpent:
             recorder, now = self._recorder, self._clock()
             if recorder is None:
                 return None
-            self._find_first_step()
+            self._find_first_step(last=last)
             if self._losses:
                 self._explain_losses(recorder, now, last=last)
             found = TimeReport(
@@ -177,23 +180,23 @@ class TimeSpent:
                 found.end = self._since_last_call(recorder, now)
             return found
 
-    def _find_first_step(self) -> None:
+    def _find_first_step(self, *, last: bool = False) -> None:
         """Looks for the first call that was repeated: a step makes most calls once.
 
-        Broadcasts of parameters are not repeated, so they belong to the start. After
-        the first success, further calls do nothing.
+        Broadcasts of parameters are not repeated, so they belong to the start. Numbers
+        in names count only if many calls have shown no repetition, because the names of
+        a program may contain its steps. After a success, further calls do nothing.
         """
         recorder = self._recorder
         if self._first_step is not None or recorder is None:
             return
         events = [e for e in recorder.events() if e["entered"] >= self._began]
-        keys = [tuple(event[name] for name in _KEY) for event in events]
-        counts = Counter(keys)
-        for event, key in zip(events, keys, strict=True):
-            own = event["name"].startswith(_CALLS_OF_RINGJAX)
-            if counts[key] > 1 and not own and event["agreed"] is not None:
-                self._begin_steps(events, float(event["agreed"]))
-                return
+        first = _first_repeated(events)
+        if first is None and (last or recorder.count >= RECORDER_CAPACITY):
+            unnumbered = [{**e, "name": _NUMBER.sub("", e["name"])} for e in events]
+            first = _first_repeated(unnumbered)
+        if first is not None:
+            self._begin_steps(events, first)
 
     def _begin_steps(self, events: _Events, first: float) -> None:
         """Divides the time until `first` into the start and earlier marks."""
@@ -233,6 +236,17 @@ class TimeSpent:
             max(0.0, mark.ended - max(mark.began, done)) for mark in self._marks
         )
         return max(0.0, now - done - marked)
+
+
+def _first_repeated(events: _Events) -> float | None:
+    """Returns when all ranks had entered the first call that was repeated later."""
+    keys = [tuple(event[name] for name in _KEY) for event in events]
+    counts = Counter(keys)
+    for event, key in zip(events, keys, strict=True):
+        own = event["name"].startswith(_CALLS_OF_RINGJAX)
+        if counts[key] > 1 and not own and event["agreed"] is not None:
+            return float(event["agreed"])
+    return None
 
 
 def _waits(events: _Events, since: float, until: float) -> float:

@@ -8,6 +8,7 @@ import pytest
 
 import ringjax
 from ringjax.monitor.time_report import TimeReport
+from ringjax.world.recorder import RECORDER_CAPACITY
 from ringjax.world.time_spent import TimeSpent
 
 
@@ -22,6 +23,10 @@ class Process:
 
     def busy(self) -> tuple[float, float]:
         return self.waited, 0.0
+
+    @property
+    def count(self) -> int:
+        return len(self.calls)
 
     def events(self) -> list[dict[str, Any]]:
         return self.calls
@@ -64,6 +69,25 @@ def test_the_start_ends_with_the_first_call_that_is_repeated(process: Process) -
     found = process.report()
     assert found.trains and found.start == pytest.approx(2 + 0.1 + 1 + 0.5)
     assert found.waiting == pytest.approx(0.25)
+
+
+def test_names_with_the_number_of_the_step_are_repetitions(process: Process) -> None:
+    process.run(1)
+    for step in range(3):
+        process.run(1)
+        process.call(waits=0.25, name=f"noname.{step}")
+    assert not process.report().trains  # they may be parameters
+    found = process.report(last=True)
+    assert found.trains and found.start == pytest.approx(2.25)
+    assert found.waiting == pytest.approx(0.5)
+
+
+def test_many_calls_without_a_repetition_are_steps(process: Process) -> None:
+    for step in range(RECORDER_CAPACITY - 1):
+        process.call(name=f"noname.{step}")
+    assert not process.report().trains
+    process.call(name="noname.last")
+    assert process.report().trains
 
 
 def test_compilations_count_once_and_not_as_start(process: Process) -> None:
