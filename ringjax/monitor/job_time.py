@@ -243,10 +243,11 @@ class JobTime:
 
     def _longest_join(self, member: _MemberTime) -> float:
         """Returns how long later workers needed from their admission to a step."""
+        until = math.inf if member.until is None else member.until
         return sum(
             other.total("start") + other.total("compile")
             for other in self._all.values()
-            if other.joined and other.since > member.since
+            if other.joined and member.since < other.since < until
         )
 
 
