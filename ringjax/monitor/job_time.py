@@ -83,7 +83,6 @@ class JobTime:
         self._finished = 0
         self._pending: set[int] = set()  # processes that are not members yet
         self._vacant = dict.fromkeys(LOST, 0.0)
-        self._whole = 0.0
 
     @property
     def seconds(self) -> float:
@@ -133,11 +132,9 @@ class JobTime:
             self._all[worker].until = now
 
     def add_report(self, worker: int, report: TimeReport, now: float) -> None:
-        member = self._all.get(worker)
-        if member is None:  # a report of a world apart, which has no coordinator
-            self.change_members([*self._present, worker], now)
-            member = self._all[worker]
-            member.since = max(self._began, now - report.age)
+        if worker not in self._all:
+            self._admit_unknown(worker, report.age, now)
+        member = self._all[worker]
         before = member.report
         if before is None and report.age > now - member.since + _MAX_DELAY:
             member.base = report  # an earlier launcher has started this rank
@@ -149,11 +146,18 @@ class JobTime:
                 waited = member.total("losses") - before_loss.pop(worker)
                 self._all[gone].silent = max(self._all[gone].silent, waited)
 
+    def _admit_unknown(self, worker: int, age: float, now: float) -> None:
+        """Makes a rank of JAX's own collectives a member, which no coordinator did."""
+        self.change_members([*self._present, worker], now)
+        member = self._all[worker]
+        member.joined, member.since = False, max(self._began, now - age)
+        counted = min(self._vacant["start"], now - member.since)
+        self._vacant["start"] -= counted
+
     def _count_until(self, now: float) -> None:
         """Adds the time since the last event of ranks that were no members."""
         passed = max(0.0, now - self._counted)
         self._counted = max(now, self._counted)
-        self._whole += passed * self._wanted
         missing = max(0, self._wanted - len(self._present) - self._finished)
         if not self._all:
             self._vacant["start"] += passed * self._wanted

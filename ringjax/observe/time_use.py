@@ -23,6 +23,8 @@ def time_for(
     blocks. Blocks inside of a block do not count again. Checkpoints of
     `ringjax.elastic.Checkpointer` and of orbax count without this function.
 
+    Use it on the thread that trains: what another thread does takes no time of it.
+
     Args:
         part: "checkpoints", or "other" for anything else, such as an evaluation.
 

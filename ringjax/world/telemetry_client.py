@@ -80,7 +80,7 @@ class TelemetryClient:
         self._interval = 0.0  # seconds between two samples; 0 if nobody is watching
         self._due = 0.0  # wall-clock time of the next sample; 0 if not decided yet
         self._step_seconds = self._step_estimated_at = 0.0
-        self._report_due = time.monotonic() + _MIN_REPORT_INTERVAL
+        self._report_due = _next_multiple(_MIN_REPORT_INTERVAL)
         self._received = b""
         self._epoch: Epoch | None = None
         self._closing = False
@@ -153,7 +153,7 @@ class TelemetryClient:
         ranks = 1 if epoch is None else epoch.rank_info.size
         rare = max(_MIN_REPORT_INTERVAL, ranks / _MAX_REPORTS_PER_SECOND)
         interval = max(rare, min(age / _REPORTS_PER_AGE, _MAX_REPORT_INTERVAL))
-        self._report_due = time.monotonic() + interval
+        self._report_due = _next_multiple(interval)
         if report is not None:
             self._socket.sendall(report.text().encode() + b"\n")
 
@@ -238,6 +238,14 @@ class TelemetryClient:
         if not self._step_seconds or age > _STEP_ESTIMATE_INTERVAL:
             self._step_seconds = estimate_step_seconds(self._source.recorder.events())
             self._step_estimated_at = time.monotonic()
+
+
+def _next_multiple(seconds: float) -> float:
+    """Returns when the wall clock is next a multiple of `seconds`, in monotonic time.
+
+    All ranks report at the same times, so their reports are about the same steps.
+    """
+    return time.monotonic() + seconds - time.time() % seconds
 
 
 def thin_waits(

@@ -174,6 +174,18 @@ def test_a_launcher_that_takes_over_counts_from_then_on() -> None:
     assert shares["start"] == pytest.approx(1 / 11)  # until the launcher found it
 
 
+def test_ranks_without_a_coordinator_are_members_since_their_report_says() -> None:
+    """Ranks of JAX's own collectives. Their first 2 s of 10 are no membership."""
+    time = JobTime(2, 0.0)
+    for rank in range(2):
+        time.add_report(rank, report(3.0, start=1.0), 5.0)
+    for rank in range(2):
+        time.add_report(rank, report(8.0, start=1.0), 10.0)
+    shares = shares_of(time, 10.0)
+    assert shares["start"] == pytest.approx((2 * 2 + 2 * 1) / 20)
+    assert shares[PROGRESS] == pytest.approx(14 / 20)
+
+
 def test_a_second_init_in_one_process_continues_its_sums() -> None:
     time = JobTime(1, 0.0)
     time.change_members([0], 0.0)
