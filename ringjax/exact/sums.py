@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ringjax.collectives.allreduce import allreduce
+from ringjax.collectives.exchange import exchange
 from ringjax.exact import fixed_point, native_add
 from ringjax.exact.accumulator import Accumulator, Layout, check_layout, flatten
 from ringjax.ops import ReduceOp
@@ -144,6 +145,45 @@ class Sums:
         extra = jnp.zeros(0, jnp.int32) if extra is None else extra
         finite = total.counts[:, 1] == 0
         bits = jnp.where(finite, fixed_point.magnitude(total.top), _INFINITY)
+        units = fixed_point.units(exponents, self.pieces)
+        native = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+        run = self._native if native else self._portable
+        means, bits, added, extra = run(total, units, bits, extra)
+        next_exponents = self._next(bits, exponents)
+        right = (bits < _INFINITY) & (added == self.pieces)
+        mean = jax.tree.unflatten(
+            total.layout.treedef,
+            [
+                jnp.where(right[i], means[begin:end], jnp.nan).reshape(shape)
+                for i, (begin, end, shape) in enumerate(_leaves(total.layout))
+            ],
+        )
+        return mean, next_exponents, self._misses(exponents, next_exponents), extra
+
+    def _native(
+        self, total: Accumulator, units: Array, bits: Array, extra: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """Returns the means, largest bits, numbers of pieces, and extra of all ranks.
+
+        One call of the native core, which sends the means as float32, and repeats the
+        exchange if the checksums do not fit.
+        """
+        means, numbers, bits, _, _ = exchange(
+            total.words,
+            jnp.concatenate([total.added[None], extra]),
+            bits,
+            units,
+            total.checksum,
+            sizes=[end - begin for begin, end, _ in _leaves(total.layout)],
+            pieces=self.pieces,
+            name="exact.exchange",
+        )
+        return means, bits, numbers[0], numbers[1:]
+
+    def _portable(
+        self, total: Accumulator, units: Array, bits: Array, extra: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        """Does the same by two allreduces, on any device, without checksums."""
         # The largest come first: a rank that is lost later has told its own already,
         # which are those of pieces that the survivors will add.
         bits = _allreduce(bits, ReduceOp.Max)
@@ -151,10 +191,11 @@ class Sums:
             sums, added, extra = _allreduce(
                 (fixed_point.integers(total.words), total.added, extra), ReduceOp.Sum
             )
-        next_exponents = self._next(bits, exponents)
-        right = (bits < _INFINITY) & (added == self.pieces)
-        mean = self._means(sums, exponents, right, total.layout)
-        return mean, next_exponents, self._misses(exponents, next_exponents), extra
+        means = [
+            fixed_point.decode(sums[begin:end], units[i], self.pieces)
+            for i, (begin, end, _) in enumerate(_leaves(total.layout))
+        ]
+        return jnp.concatenate([*means, jnp.zeros(0, "f4")]), bits, added, extra
 
     def _next(self, bits: Array, exponents: Array) -> Array:
         """Returns the exponents of leaves with these largest magnitudes.
@@ -175,15 +216,11 @@ class Sums:
             (found > exponents + fixed_point.MARGIN) | (found < exponents - most)
         )
 
-    def _means(
-        self, sums: Array, exponents: Array, right: Array, layout: Layout
-    ) -> PyTree:
-        units = fixed_point.units(exponents, self.pieces)
-        leaves = []
-        for i, (begin, end) in enumerate(itertools.pairwise(layout.bounds)):
-            mean = fixed_point.decode(sums[begin:end], units[i], self.pieces)
-            leaves.append(jnp.where(right[i], mean, jnp.nan).reshape(layout.shapes[i]))
-        return jax.tree.unflatten(layout.treedef, leaves)
+
+def _leaves(layout: Layout) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Returns the bounds in the flat array, and the shape, of each leaf."""
+    pairs = itertools.pairwise(layout.bounds)
+    return [(*pair, shape) for pair, shape in zip(pairs, layout.shapes, strict=True)]
 
 
 def _allreduce(tree: PyTree, op: ReduceOp) -> PyTree:
