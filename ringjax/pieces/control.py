@@ -50,12 +50,11 @@ class Control(NamedTuple):
         return Control(words, done, here, times, votes, states)
 
     @staticmethod
-    def of_rank(pieces: int, place: Place, microseconds: int) -> Control:
+    def of_rank(pieces: int, place: Place) -> Control:
         """Returns the words of a rank that has computed no piece yet."""
         words = np.zeros(pieces + _VOTES + 4 * capacity(place), np.int32)
         own = Control.of(words, pieces)
         own.present[place.index] = 1
-        own.microseconds[place.index] = microseconds
         return own
 
     def vote(self, slot: int, checksum: Any) -> None:

@@ -125,7 +125,11 @@ class Shares:
         for place, new in enumerate(measured):
             old = self._microseconds[place]
             if new:
-                self._microseconds[place] = (old + new) // 2 if old else new
+                # One time much longer than before is more often a pause than a slower
+                # rank, which a few steps show as well.
+                self._microseconds[place] = (
+                    (old + min(new, 2 * old)) // 2 if old else new
+                )
             elif old and not self.counts[place]:
                 self._microseconds[place] = max(old - old // _DECAY - 1, 1)
 

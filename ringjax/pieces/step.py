@@ -58,7 +58,7 @@ class Step:
         self._data: Signature | None = None
         self._plan: object = None
         self._shares = Shares(pieces, 1)
-        self._microseconds = 0  # the time of a piece in the last step, or 0
+        self._compiled = False
 
     def init(self, params: Any, load: Load, stats: Any = None) -> Training:
         """Returns the state before the first step. All ranks pass equal values.
@@ -106,11 +106,12 @@ class Step:
         number, place = int(training.number), current_place(NAME)
         if place.plan is not self._plan:
             self._check(place, lambda: self._text(training, load, place), training)
-            self._plan, self._microseconds = place.plan, 0
+            self._plan = place.plan
             self._shares = Shares(self._pieces, place.count)
         training = training._replace(params=with_flips(training.params))
         for _ in range(MAX_REPEATS):
             (new, loss, aux), again = self._run(training, load, number, place)
+            self._compiled = True
             if not again:
                 return new, (loss, aux) if self._has_aux else loss
             training = training._replace(exponents=new.exponents)
@@ -123,7 +124,7 @@ class Step:
         self, training: Training, load: Load, number: int, place: Place
     ) -> Any:
         """Adds the own pieces, exchanges, and adds pieces that lost ranks have left."""
-        own = Control.of_rank(self._pieces, place, self._microseconds)
+        own = Control.of_rank(self._pieces, place)
         todo, acc = pieces_of(place.index, self._shares.counts), None
         audit = self._audit(own, training, number, place)
         if audit.owns:  # the piece comes first: its checksum is that of the sum so far
@@ -138,11 +139,12 @@ class Step:
             began = time.perf_counter()
             acc = self._add(acc, training, load, number, todo)
             own.done[todo] += 1
+            if todo:
+                own.microseconds[place.index] = self._time_of_piece(acc, began, todo)
             # The words are copied: the program may read them after the next change.
             applied, again, words = self._programs.finish(
                 acc, training, own.words.copy()
             )
-            self._measure(acc, began, len(todo))
             again, words = jax.device_get((again, words))
             total = Control.of(words, self._pieces)
             missing = total.missing(number)
@@ -169,7 +171,7 @@ class Step:
 
     def _text(self, training: Training, load: Load, place: Place) -> str:
         """Returns the text of the programs, which must be equal on all ranks."""
-        words = Control.of_rank(self._pieces, place, 0).words
+        words = Control.of_rank(self._pieces, place).words
         data = self._example(load, int(training.number))
         return self._programs.text(training, data, words, self._one_program)
 
@@ -191,15 +193,17 @@ class Step:
             acc = self._programs.add(acc, training, data, where)
         return acc
 
-    def _measure(self, acc: Any, began: float, count: int) -> None:
-        """Keeps the time of a piece, which the next step sends to all ranks.
+    def _time_of_piece(self, acc: Any, began: float, todo: list[int]) -> int:
+        """Waits for the sum of the pieces; returns microseconds per piece, or 0.
 
-        The exchange has been dispatched already, so that it follows without a gap.
+        This must precede the exchange, which also waits for slower ranks. The first
+        step compiles its programs, so its time says nothing about later steps.
         """
-        if self._balance and count:
-            jax.block_until_ready(acc)
-            taken = int(1e6 * (time.perf_counter() - began)) // count
-            self._microseconds = min(max(taken, 1), MAX_MICROSECONDS)
+        if not (self._balance and self._compiled):
+            return 0
+        jax.block_until_ready(acc)
+        taken = int(1e6 * (time.perf_counter() - began)) // len(todo)
+        return min(max(taken, 1), MAX_MICROSECONDS)
 
     def _run_whole(
         self, training: Training, load: Load, number: int, place: Place
@@ -207,7 +211,7 @@ class Step:
         """Makes the step by one program, to which all pieces' data are passed."""
         loaded = [self._loaded(load, number, piece) for piece in range(self._pieces)]
         data = jax.tree.map(lambda *rows: np.stack(rows), *loaded)
-        own = Control.of_rank(self._pieces, place, 0)
+        own = Control.of_rank(self._pieces, place)
         own.done[pieces_of(place.index, self._shares.counts)] = 1
         audit = self._audit(own, training, number, place)
         while True:

@@ -76,7 +76,7 @@ def test_missing_pieces_are_divided_among_the_present() -> None:
 
 
 def test_a_piece_that_was_added_twice_is_an_error() -> None:
-    total = Control.of_rank(3, Place(0, 1, None), 0)
+    total = Control.of_rank(3, Place(0, 1, None))
     total.done[:] = 1, 2, 1
     with pytest.raises(ringjax.errors.RingjaxError, match=r"step 5, .* pieces \[1\]"):
         total.missing(5)
@@ -308,6 +308,21 @@ def test_the_step_is_refused_inside_of_jit_and_vmap() -> None:
     stacked = jax.tree.map(lambda x: x[None], training)
     with pytest.raises(TypeError, match=r"jax\.vmap inside of `loss_of`"):
         jax.vmap(lambda t: step(t, load))(stacked)
+
+
+def test_groups_of_processes_are_refused(monkeypatch) -> None:
+    monkeypatch.setattr(ringjax.runtime, "group_size", lambda: 2)
+    with pytest.raises(ValueError, match="groups of 2 processes.*--group-size"):
+        make().init(jnp.zeros(3), load)
+
+
+def test_a_job_is_elastic_only_in_the_training_function(monkeypatch) -> None:
+    step = make()
+    training = step.init(jnp.zeros(3), load)
+    monkeypatch.setattr(ringjax.runtime, "elastic", lambda: True)
+    monkeypatch.setattr(ringjax.runtime, "is_newcomer", lambda: False)
+    with pytest.raises(ringjax.errors.RingjaxError, match=r"ringjax\.elastic\.run"):
+        step(training, load)
 
 
 def test_init_comes_first() -> None:

@@ -61,6 +61,61 @@ def test_one_digest_on_any_number_of_ranks(
     assert digests(start_job, ranks, **env) == alone
 
 
+SLOW = """
+import sys, time
+import jax.numpy as jnp
+import numpy as np
+import optax
+import ringjax
+
+ringjax.init()
+
+def load(number, piece):
+    time.sleep(0.1 * ringjax.rank())
+    return np.ones(2, "f4")
+
+step = ringjax.pieces.step(lambda p, data, key: (p * data).sum(), optax.sgd(0.1), 12)
+training = step.init(jnp.zeros(2), load)
+for _ in range(6):
+    training, _ = step(training, load)
+print("counts", *step._shares.counts)
+"""
+
+
+def test_a_slow_rank_gets_fewer_pieces(start_job: StartJob) -> None:
+    job = start_job(2, SLOW, ENV)
+    assert job.wait(60) == 0, job.logs()
+    found = [re.findall(r"counts (\d+) (\d+)", job.output(rank)) for rank in (0, 1)]
+    assert found[0] == found[1]
+    fast, slow = map(int, found[0][0])
+    assert fast + slow == 12 and slow <= 3, job.logs()
+
+
+DEVICES = """
+import jax, numpy as np, optax, ringjax
+from jax.sharding import NamedSharding, PartitionSpec
+
+ringjax.init()
+mesh = jax.make_mesh((2,), ("x",))
+halves = NamedSharding(mesh, PartitionSpec("x"))
+spread = jax.device_put(np.zeros(4, "f4"), halves)
+step = ringjax.pieces.step(lambda p, data, key: (p * data).sum(), optax.sgd(0.1), 2)
+for params, data in (spread, np.ones(4)), (np.zeros(4, "f4"), spread):
+    try:
+        step.init(params, lambda number, piece: data)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_arrays_on_several_devices_are_refused(start_job: StartJob) -> None:
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    job = start_job(1, DEVICES, ENV | flags)
+    assert job.wait(60) == 0, job.logs()
+    assert "parameter 'value', float32[4], is on 2 devices" in job.output(0)
+    assert "data 'value', float32[4], is on 2 devices" in job.output(0)
+
+
 CHECKPOINTS = """
 import os, sys
 import equinox, jax, orbax.checkpoint
