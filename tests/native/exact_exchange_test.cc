@@ -1,6 +1,5 @@
 // Exchanges of exact sums: results on any number of ranks, in a segment and over links,
 // and the errors that their checksums find.
-#include <cstring>
 #include <random>
 
 #include "base/failpoint.h"
@@ -101,7 +100,7 @@ TEST(AnExchangeHasTheSameBitsOnAnyRanksAndLinks) {
           Terms terms(c.rank(), sizes);
           const Status status = c.Run(terms.call());
           CHECK_EQ(status.message(), "");
-          CHECK(std::memcmp(terms.mean.data(), want.data(), want.size() * 4) == 0);
+          CHECK(terms.mean == want);
           CHECK_EQ(terms.control_out[0], (1 << size) - 1);
           CHECK_EQ(terms.control_out[1], size);
           CHECK_EQ(terms.maxima_out[0], size - 1);
@@ -189,7 +188,7 @@ TEST(AnErrorThatOccursOnceIsRepaired) {
       world.Each([&](Communicator& c) {
         Terms terms(c.rank(), {100, 40});
         CHECK_EQ(c.Run(terms.call()).message(), "");
-        CHECK(std::memcmp(terms.mean.data(), want.data(), want.size() * 4) == 0);
+        CHECK(terms.mean == want);
       });
     }
   }
