@@ -23,6 +23,16 @@ from ringjax.pieces.training import NAME
 _STEPS = 128
 
 
+def default_steps(places: int, pieces: int) -> int:
+    """Returns the number of steps from one audit to the next if none is given.
+
+    Example:
+        >>> default_steps(places=2, pieces=12)
+        21
+    """
+    return max(1, _STEPS * places // pieces)
+
+
 class Duties(NamedTuple):
     """Duties of an audit: the places that compute the audited piece.
 
@@ -101,7 +111,7 @@ class Audit:
     ) -> None:
         pieces = sum(counts)
         if every is None:
-            every = max(1, _STEPS * place.count // pieces)
+            every = default_steps(place.count, pieces)
         self.due = every > 0 and number % every == 0 and place.count > 1
         self._number, self._every, self._place = number, every, place.index
         self._duties: Duties | None = None
