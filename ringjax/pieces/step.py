@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from ringjax.pieces.shares import (
 from ringjax.pieces.signature import Signature
 from ringjax.pieces.start_check import StartCheck
 from ringjax.pieces.training import NAME, Training
+from ringjax.world.time_spent import spent
 
 Load = Callable[[int, int], Any]
 
@@ -109,8 +111,9 @@ class Step:
             self._plan = place.plan
             self._shares = Shares(self._pieces, place.count)
         training = training._replace(params=with_flips(training.params))
-        for _ in range(MAX_REPEATS):
-            (new, loss, aux), again = self._run(training, load, number, place)
+        for attempt in range(MAX_REPEATS):
+            with spent.on("repeated") if attempt else nullcontext():
+                (new, loss, aux), again = self._run(training, load, number, place)
             self._compiled = True
             if not again:
                 return new, (loss, aux) if self._has_aux else loss
@@ -126,6 +129,7 @@ class Step:
         """Adds the own pieces, exchanges, and adds pieces that lost ranks have left."""
         own = Control.of_rank(self._pieces, place)
         todo, acc = pieces_of(place.index, self._shares.counts), None
+        missing: list[int] = []  # the pieces of ranks that were lost in this step
         audit = self._audit(own, training, number, place)
         if audit.owns:  # the piece comes first: its checksum is that of the sum so far
             todo.remove(audit.piece)
@@ -137,7 +141,8 @@ class Step:
                 alone = self._add(None, training, load, number, [audit.piece])
                 own.vote(slot, alone.checksum)
             began = time.perf_counter()
-            acc = self._add(acc, training, load, number, todo)
+            with spent.on("losses") if missing else nullcontext():
+                acc = self._add(acc, training, load, number, todo)
             own.done[todo] += 1
             if todo:
                 own.microseconds[place.index] = self._time_of_piece(acc, began, todo)
