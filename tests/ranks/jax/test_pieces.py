@@ -19,7 +19,8 @@ from support import piece_trainings
 if "RANDOM" in os.environ:
     sys.modules["ringjax.pieces.step"].Shares = piece_trainings.RandomShares
 ringjax.init()
-piece_trainings.print_digests()
+names = os.environ.get("TRAININGS")
+piece_trainings.print_digests(names.split() if names else piece_trainings.TRAININGS)
 """
 # The number of XLA's threads is part of the numerics on CPUs.
 ENV = {"NPROC": "1"}
@@ -35,7 +36,7 @@ def digests(start_job: StartJob, ranks: int, **env: str) -> dict[str, str]:
         for rank in range(ranks)
     ]
     assert all(one == found[0] for one in found), found
-    assert len(found[0]) == 4, job.logs()
+    assert len(found[0]) == (1 if "TRAININGS" in env else 4), job.logs()
     return found[0]
 
 
@@ -50,8 +51,9 @@ def alone() -> dict[str, str]:
     [
         (2, {}),
         (3, {"RANDOM": "1"}),
-        (5, {"RINGJAX_SHM": "0"}),
-        (7, {}),
+        # Every rank compiles, so many ranks run only one of the trainings.
+        (5, {"TRAININGS": "linen", "RINGJAX_SHM": "0"}),
+        (7, {"TRAININGS": "nnx"}),
     ],
 )
 def test_one_digest_on_any_number_of_ranks(
@@ -59,7 +61,7 @@ def test_one_digest_on_any_number_of_ranks(
 ) -> None:
     if not alone:
         alone |= digests(start_job, 1)
-    assert digests(start_job, ranks, **env) == alone
+    assert digests(start_job, ranks, **env).items() <= alone.items()
 
 
 SLOW = """
