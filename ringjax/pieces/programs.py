@@ -63,8 +63,8 @@ class Programs:
         shapes = self._shapes(training, data)
         leaves, structure = jax.tree.flatten(shapes)
         training = training._replace(exponents=jnp.zeros(len(leaves), jnp.int32))
-        where = np.zeros(2, np.int32)
-        acc = self.add(self._sums.zeros(shapes), training, data, where)
+        where, few = np.zeros(2, np.int32), training._replace(opt_state=None)
+        acc = self.add(self._sums.zeros(shapes), few, data, where)
         top = jax.tree.unflatten(structure, list(acc.top))
         return training._replace(exponents=self._sums.exponents(top))
 

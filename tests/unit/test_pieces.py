@@ -154,6 +154,13 @@ def test_the_step_is_that_of_the_whole_batch(one_program) -> None:
     assert int(training.number) == 4
 
 
+def test_each_program_is_compiled_once() -> None:
+    step = ringjax.pieces.step(loss_of, optax.adam(0.1), 6)
+    trained(step)
+    programs = step._programs
+    assert programs.add._cache_size() == programs.finish._cache_size() == 1
+
+
 @pytest.mark.parametrize("one_program", [False, True])
 def test_keys_depend_on_seed_step_and_piece(one_program) -> None:
     def draws(params, data, key):
