@@ -91,7 +91,9 @@ def for_ranks(base: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, 
     Raises ValueError if RINGJAX_SAME_BITS contradicts another variable.
     """
     env = {**_DEFAULTS, **base, **changes}
-    if config.Config.from_env(env).same_bits:
+    # Only this setting: the ranks report mistakes in others.
+    name = "RINGJAX_SAME_BITS"
+    if config.Config.from_env({name: env.get(name, "")}).same_bits:
         env |= same_bits.variables(env)
     for name in (*_SECRETS, *_OUTER_JOB):
         env.pop(name, None)

@@ -83,7 +83,7 @@ TEST(NumbersOfOperationsAndTypesAreChecked) {
   CHECK(call.SetKinds(5, 5, -1).ok());
   CHECK(call.op == Collective::kBarrier);
   CHECK(call.SetKinds(0, 1, static_cast<int>(DType::kBF16)).ok());
-  CHECK(Contains(call.SetKinds(6, 0, -1).message(), "collective number 6"));
+  CHECK(Contains(call.SetKinds(7, 0, -1).message(), "collective number 7"));
   CHECK(!call.SetKinds(-1, 0, -1).ok());
   CHECK(Contains(call.SetKinds(0, 6, -1).message(), "reduce op number 6"));
   CHECK(Contains(call.SetKinds(0, 0, 256).message(), "wire type number 256"));

@@ -58,6 +58,14 @@ class Agent:
         self._listener.close()
 
 
+@pytest.fixture(autouse=True)
+def no_member(monkeypatch: pytest.MonkeyPatch) -> TimeSpent:
+    """Hides from the telemetry client that this process was a member before."""
+    spent = TimeSpent()
+    monkeypatch.setattr(telemetry_client, "spent", spent)
+    return spent
+
+
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     made = Agent()
@@ -98,13 +106,11 @@ def test_samples_after_a_pause_wait_for_the_next_interval(
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> TimeSpent:
+def member(no_member: TimeSpent, monkeypatch: pytest.MonkeyPatch) -> TimeSpent:
     """Makes this process a member of a job, only for the telemetry client."""
-    spent = TimeSpent()
-    spent.begin(_native.Recorder(16, "rank 0", ""))
-    monkeypatch.setattr(telemetry_client, "spent", spent)
+    no_member.begin(_native.Recorder(16, "rank 0", ""))
     monkeypatch.setattr(telemetry_client, "_MIN_REPORT_INTERVAL", 0.1)
-    return spent
+    return no_member
 
 
 def test_time_reports_are_sent_although_nobody_watches(
