@@ -34,7 +34,8 @@ _REMEDIES = {
     "XLA_FLAGS": "set XLA_FLAGS alike for all ranks",
     "pieces": "pass the same number of pieces on all ranks",
     "program": "the loss must not use rank(), size() or other values of one rank",
-    "training state": "begin with equal parameters: the same seed, file or broadcast",
+    "training state": "begin with equal parameters (the same seed, file or broadcast), "
+    "and let `load` depend on step and piece, never on the rank",
 }
 _warned = False
 

@@ -38,7 +38,7 @@ print("loss:", float(loss))
         ("os.environ['NPROC'] = '3'", "XLA threads is 1 on ranks 0, 2 and 3 on"),
         ("V = 12", "pieces is 6 on ranks 0, 2 and 12 on rank 1; pass the same number"),
         ("scale = 2.0", "on rank 1; the loss must not use rank()"),
-        ("start = 0.5", "on rank 1; begin with equal parameters"),
+        ("start = 0.5", "on rank 1; begin with equal parameters (the same seed"),
     ],
 )
 def test_the_rank_that_differs_is_named(
