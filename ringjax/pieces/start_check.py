@@ -144,7 +144,11 @@ def _short(text: str) -> str:
 
 
 def _exchange(row: list[Any]) -> list[list[Any]]:
-    """Returns the rows of all ranks."""
+    """Returns the rows of all ranks.
+
+    This is one call, which an elastic job repeats as a whole if a rank is lost.
+    `eager.allgather_object` is two: a loss between them would mix up the rows.
+    """
     text = json.dumps(row, ensure_ascii=False).encode()
     padded = np.frombuffer(text.ljust(_ROW), np.uint8)[None]
     rows = np.asarray(eager.allgather(padded, name=f"{NAME}.check"))

@@ -88,7 +88,10 @@ class Job:
 
     @property
     def goodput(self) -> str:
-        """Where the time has gone, as a line; "" before the end, or without steps."""
+        """The line of ringrun that divides the job's time into its parts.
+
+        It is "" before the job has ended, and if no rank has made a step.
+        """
         return self._monitor.goodput
 
     def run(self) -> JobOutcome:

@@ -65,7 +65,7 @@ class Lap(NamedTuple):
 
 
 class Stopwatch:
-    """What the processes of a job have written, and the line of its ringrun."""
+    """The times that the ranks of a job have written, and the line of its ringrun."""
 
     def __init__(self, job: Job, folder: Path, ranks: int) -> None:
         assert job.wait(50) == 0, job.logs()

@@ -103,7 +103,7 @@ def test_a_lost_rank_and_its_successor() -> None:
 
 
 def test_a_rank_that_was_killed_before_its_first_report_has_started_as_others() -> None:
-    """Of the 3 s of rank 1, one is start. Its place is empty for further 7 s."""
+    """Rank 1 starts for 1 of its 3 s. Then its place is empty for 7 s."""
     time = JobTime(2, 0.0)
     time.change_members([0, 1], 0.0)
     time.end_process(1, 3.0)

@@ -1,4 +1,4 @@
-"""Who audits which piece, and who is at fault if the votes about it differ."""
+"""The ranks that audit a piece, and the rank at fault if their votes differ."""
 
 from __future__ import annotations
 

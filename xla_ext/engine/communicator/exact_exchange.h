@@ -17,10 +17,10 @@
 //             word first           result: the checksum of the total over all ranks
 //
 // Call::rows has the number of pieces, and then the number of elements of each leaf.
-// Where an allreduce would go through the tiles of a shared segment, so does an
-// exchange: each part is decoded while it is in a cache, and never stored as sums. The
-// control numbers, the maxima and the checksums of all ranks then move in one short
-// allgather.
+// If an allreduce of these sums would use the tiles of a shared segment, the exchange
+// uses them, too: it decodes each part while the part is in a cache, and never stores
+// the sums. One short allgather then moves the control numbers, the maxima and the
+// checksums of all ranks.
 //
 // Checksums are linear, so the checksums of the ranks' sums must add up to the
 // checksums of all reduced parts. Any error in one word of a sum, and nearly any other
