@@ -40,7 +40,8 @@ def with_flips(params: Any) -> Any:
             if place < 8 * len(each):
                 each[place // 8] ^= 1 << place % 8
                 wrong = np.frombuffer(each, leaves[i].dtype)
-                leaves[i] = jnp.asarray(wrong.reshape(leaves[i].shape))
+                wrong = wrong.reshape(leaves[i].shape)
+                leaves[i] = jax.device_put(wrong, leaves[i].sharding)
                 break
             place -= 8 * len(each)
         params = jax.tree.unflatten(structure, leaves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from ringjax.exact import Sums
+from ringjax.pieces import sharded
 from ringjax.pieces import training as states
 from ringjax.pieces.control import places_in
 from ringjax.pieces.training import Training
@@ -19,6 +22,8 @@ from ringjax.xla import jax_private
 # A step whose gradients do not fit its exponents is repeated with those of the same
 # gradients, so once is enough if `loss_of` always computes the same.
 MAX_REPEATS = 4
+# The object of a jax.custom_partitioning, which has another address in each process.
+_ADDRESS = re.compile(r'(?<=backend_config = ")\d+(?=")')
 
 
 class Programs:
@@ -45,11 +50,36 @@ class Programs:
         self._sums = Sums(pieces=pieces)
         self._pieces = pieces
         self._empty: Callable[[], Any] | None = None
+        # The mesh is None if the parameters are on one device. Otherwise the shardings
+        # are those of all leaves of a Training.
+        self._mesh: Mesh | None = None
+        self._shardings: Any = None
         # The accumulator is updated in place. All other arguments are kept, because a
         # step is repeated from them.
         self.add = jax.jit(self._add, donate_argnums=0)
         self.finish = jax.jit(self._finish)
         self.whole = jax.jit(self._whole)
+
+    def placed(self, training: Training) -> Training:
+        """Returns the training with the shardings of the first one.
+
+        Otherwise the compiler would choose other shardings for the next training, and
+        so would a program that has read it from a checkpoint. Other shardings mean
+        other programs, and other bits.
+        """
+        if self._mesh is None:
+            self._mesh = sharded.mesh_of(training.params)
+            if self._mesh is None:
+                return training
+            training = sharded.placed(training, self._mesh)
+            self._shardings = jax.tree.map(lambda x: x.sharding, training)
+        placed: Training = jax.device_put(training, self._shardings)
+        return placed
+
+    @property
+    def several_devices(self) -> bool:
+        """Whether the parameters are on several devices of this process."""
+        return self._mesh is not None
 
     def first(self, params: Any, stats: Any, data: Any) -> Training:
         """Returns the state before the first step, after checking loss and optimizer.
@@ -57,14 +87,15 @@ class Programs:
         The exponents follow from the largest gradients of a piece, not from the sums,
         so `add` with any exponents finds them, and no other program is compiled.
         """
+        self._mesh = self._empty = None
         number = jnp.zeros((), jnp.int32)
         opt_state = self._tx.init(params)
-        training = Training(params, opt_state, stats, number, number)
+        training = self.placed(Training(params, opt_state, stats, number, number))
         shapes = self._shapes(training, data)
         leaves, structure = jax.tree.flatten(shapes)
         training = training._replace(exponents=jnp.zeros(len(leaves), jnp.int32))
         where, few = np.zeros(2, np.int32), training._replace(opt_state=None)
-        acc = self.add(self._sums.zeros(shapes), few, data, where)
+        acc = self.add(self.zeros(few, data), few, data, where)
         top = jax.tree.unflatten(structure, list(acc.top))
         return training._replace(exponents=self._sums.exponents(top))
 
@@ -72,7 +103,10 @@ class Programs:
         """Returns an empty accumulator for pieces of the shapes in `data`."""
         if self._empty is None:
             shapes = self._shapes(training, data)
-            self._empty = jax.jit(lambda: self._sums.zeros(shapes))
+            everywhere = self._mesh and sharded.replicated(self._mesh)
+            self._empty = jax.jit(
+                lambda: self._sums.zeros(shapes), out_shardings=everywhere
+            )
         return self._empty()
 
     def text(self, training: Training, data: Any, words: Any, whole: bool) -> str:
@@ -81,11 +115,13 @@ class Programs:
             data = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((self._pieces, *x.shape), x.dtype), data
             )
-            return self.whole.lower(training, data, words).as_text()
+            text = self.whole.lower(training, data, words).as_text()
+            return _ADDRESS.sub("", text)
         acc = jax.eval_shape(lambda: self._sums.zeros(self._shapes(training, data)))
         where, few = np.zeros(2, np.int32), training._replace(opt_state=None)
         add = self.add.lower(acc, few, data, where).as_text()
-        return add + self.finish.lower(acc, training, words).as_text()
+        text = add + self.finish.lower(acc, training, words).as_text()
+        return _ADDRESS.sub("", text)
 
     def _shapes(self, training: Training, data: Any) -> Any:
         """Returns the shapes of all that one piece adds."""
@@ -123,7 +159,11 @@ class Programs:
         )
         states.check_floats("stats", stats, states.KEEP_OUT)
         states.check_floats("aux", aux, states.AS_FLOAT)
-        return {"gradients": gradients, "loss": loss, "stats": stats, "aux": aux}
+        found = {"gradients": gradients, "loss": loss, "stats": stats, "aux": aux}
+        if self._mesh is None:
+            return found
+        everywhere = sharded.replicated(self._mesh)
+        return jax.tree.map(lambda x: sharded.constrained(x, everywhere), found)
 
     def _add(self, acc: Any, training: Training, data: Any, where: jax.Array) -> Any:
         gradients = self._gradients(training, data, where)
@@ -144,6 +184,13 @@ class Programs:
     def _applied(self, training: Training, mean: Any, exponents: jax.Array) -> Any:
         """Returns the next training, the loss, and aux."""
         params = training.params
+        if self._mesh:
+            mean["gradients"] = jax.tree.map(
+                sharded.constrained, mean["gradients"], self._shardings.params
+            )
+            mean["stats"] = jax.tree.map(
+                sharded.constrained, mean["stats"], self._shardings.stats
+            )
         # Optimizers keep the dtype of the gradients in their state.
         gradients = jax.tree.map(
             lambda g, p: g.astype(p.dtype), mean["gradients"], params
@@ -161,6 +208,8 @@ class Programs:
             exponents,
             training.number + 1,
         )
+        if self._mesh:
+            new = jax.tree.map(sharded.constrained, new, self._shardings)
         return new, mean["loss"], mean["aux"]
 
     def _whole(self, training: Training, data: Any, own: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""Signature: the shapes and dtypes that the data of all pieces must have."""
+"""Signature: the shapes, dtypes and shardings that the data of all pieces must have."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ringjax.pieces.training import NAME, check_devices, paths
+from ringjax.pieces.sharded import on_several
+from ringjax.pieces.training import NAME, paths
 
 
 class Signature:
-    """The shapes and dtypes of the data of one piece, which all pieces must have."""
+    """The shapes, dtypes and shardings of one piece, which all pieces must have."""
 
     def __init__(self, data: Any) -> None:
-        check_devices("data", data)
         self._leaves, self._structure = _signature(data)
         self._paths = [name for name, _ in paths(data)]
 
@@ -30,6 +30,11 @@ class Signature:
                 "pieces need one structure"
             )
         for name, new, old in zip(self._paths, leaves, self._leaves, strict=True):
+            if new[:2] == old[:2] and new != old:
+                raise ValueError(
+                    f"{what} {name!r} with the sharding {new[2]}, and before with "
+                    f"{old[2]}; all pieces of all steps need one sharding"
+                )
             if new != old:
                 raise ValueError(
                     f"{what} {name!r} as {new[1]}{list(new[0])}, and before as "
@@ -38,12 +43,17 @@ class Signature:
                 )
 
     def example(self) -> Any:
-        """Returns arrays' shapes and dtypes, in the structure of the data."""
-        return jax.tree.unflatten(
-            self._structure, [jax.ShapeDtypeStruct(*leaf) for leaf in self._leaves]
-        )
+        """Returns what `jax.eval_shape` needs, in the structure of the data."""
+        leaves = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for shape, dtype, sharding in self._leaves
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
 
 
-def _signature(data: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _signature(data: Any) -> tuple[list[tuple[Any, Any, Any]], Any]:
     leaves, structure = jax.tree.flatten(data)
-    return [(np.shape(x), jax.dtypes.result_type(x)) for x in leaves], structure
+    return [
+        (np.shape(x), jax.dtypes.result_type(x), x.sharding if on_several(x) else None)
+        for x in leaves
+    ], structure

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from ringjax import eager, runtime, stderr
@@ -162,6 +163,9 @@ def _check_threads(facts: dict[str, str]) -> None:
     if threads == "1":
         return
     if runtime.config().same_bits:
+        # XLA has at least one thread for each device.
+        if threads.startswith(f"{jax.local_device_count()} "):
+            return
         raise InvalidArgument(
             f"{NAME}: XLA has {threads} threads in spite of RINGJAX_SAME_BITS, because "
             "JAX was used before ringjax.init(): call ringjax.init() first, or use "

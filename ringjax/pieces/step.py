@@ -80,7 +80,6 @@ class Step:
         states.check_groups()
         for what, tree in (("parameter", params), ("stats", stats)):
             states.check_floats(what, tree, states.KEEP_OUT)
-            states.check_devices(what, tree)
         params, stats = jax.tree.map(jnp.asarray, (params, stats))
         training = self._programs.first(params, stats, self._loaded(load, 0, 0))
         states.check_optimizer(training.opt_state)
@@ -106,6 +105,8 @@ class Step:
         """
         states.check_not_traced(training)
         number, place = int(training.number), current_place(NAME)
+        if place.plan is not self._plan or self._programs.several_devices:
+            training = self._programs.placed(training)
         if place.plan is not self._plan:
             self._check(place, lambda: self._text(training, load, place), training)
             self._plan = place.plan

@@ -65,22 +65,6 @@ def check_floats(what: str, tree: Any, remedy: str) -> None:
             )
 
 
-def check_devices(what: str, tree: Any) -> None:
-    """Refuses arrays that live on several devices.
-
-    A sum over the devices of one process would depend on their number, which may differ
-    between the processes.
-    """
-    for name, leaf in paths(tree):
-        if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-            raise ValueError(
-                f"{NAME}: {what} {name!r}, {described(leaf)}, is on "
-                f"{len(leaf.sharding.device_set)} devices; the bits of a piece would "
-                "depend on their number: use one device in each process, and more "
-                "processes"
-            )
-
-
 def check_groups() -> None:
     """Refuses a job in which several processes form a group."""
     if (size := runtime.group_size()) > 1:

@@ -1,8 +1,10 @@
 """Variables with which XLA computes the same bits on every host, for RINGJAX_SAME_BITS.
 
 XLA:CPU splits sums by the number of its threads, and loops by the number of usable
-cores. One thread is the only number with which no result depends on the host. On GPUs,
-XLA chooses kernels by measuring them, and some kernels add in any order.
+cores. One thread is the only number with which no result depends on the host. (XLA:CPU
+has a thread for each device at least, so processes with several devices need hosts with
+the same number of cores; `ringjax.pieces.start_check` compares them.) On GPUs, XLA
+chooses kernels by measuring them, and some kernels add in any order.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ THREADS = ("PJRT_NPROC", "NPROC")
 
 # Flag of XLA -> the value it gets. XLA accepts flags for GPUs on every host.
 _FLAGS = {"xla_gpu_deterministic_ops": "true", "xla_gpu_autotune_level": "0"}
-# XLA:CPU has at least one thread for each device.
-_DEVICES = "xla_force_host_platform_device_count"
 _SYNONYMS = {"": "true", "1": "true", "True": "true", "False": "false"}
 
 
@@ -44,8 +44,6 @@ def _flags(text: str) -> Iterator[str]:
     if text.strip() and not text.lstrip().startswith("-"):
         raise _contradiction("flags in XLA_FLAGS", f"the name of a file, {text}")
     given = dict(word.lstrip("-").partition("=")[::2] for word in text.split())
-    if given.get(_DEVICES, "1") != "1":
-        raise _contradiction(f"--{_DEVICES}=1", given[_DEVICES])
     for name, value in _FLAGS.items():
         if name not in given:
             yield f"--{name}={value}"

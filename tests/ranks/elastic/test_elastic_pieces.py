@@ -21,6 +21,7 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 def digest(tree):
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
@@ -65,10 +66,19 @@ def train(state):
         state.commit()
 
 rng = np.random.default_rng(0)
-params = {"a": rng.normal(size=(5, 7)), "b": rng.normal(size=7)}
+params = {"a": rng.normal(size=(5, 8)), "b": rng.normal(size=8)}
 params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+if len(jax.local_devices()) > 1:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    place = {"a": P(None, "x"), "b": P("x")}
+    place = jax.tree.map(lambda spec: NamedSharding(mesh, spec), place)
+    params = jax.device_put(params, place)
+    loaded, rows = load, NamedSharding(mesh, P("x"))
+    load = lambda number, piece: jax.device_put(loaded(number, piece), rows)
 state = ringjax.elastic.State(training=step.init(params, load))
 train(state)
+assert jax.tree.all(jax.tree.map(
+    lambda old, new: old.sharding == new.sharding, params, state.training.params))
 say("digest", digest(state.training))
 """
 
@@ -98,7 +108,15 @@ def alone(start: Start, env: Mapping[str, str] | None = None) -> str:
     return digest(run(start, 1, env), 0)
 
 
-@pytest.mark.parametrize("env", [{}, {"ONE_PROGRAM": "1"}, {"RINGJAX_SHM": "0"}])
+TWO_DEVICES = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false",
+}
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"ONE_PROGRAM": "1"}, {"RINGJAX_SHM": "0"}, TWO_DEVICES]
+)
 def test_losses_in_pieces_and_repeated_steps_change_nothing(
     start: Start, env: dict[str, str]
 ) -> None:
