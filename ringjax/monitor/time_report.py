@@ -33,7 +33,8 @@ class TimeReport:
         age: all seconds since the rank became a member.
         trains: whether the rank has repeated a call, so that there are steps.
         start: from then until all ranks had entered the call that repeats first.
-        compile, recompile: compilations by JAX before and after the end of `start`.
+        compile, recompile: compilations by JAX and blocks of `ringjax.time_for`, before
+            and after the end of `start`.
         waiting: calls waited for other ranks, after `start`.
         losses: calls waited for a repair, or the training function began again.
         joins: the training function began again because ranks joined or left.

@@ -15,30 +15,33 @@ from ringjax.world.time_spent import spent
 
 
 def time_for(
-    part: Literal["checkpoints", "other"],
+    part: Literal["checkpoints", "compile", "other"],
 ) -> contextlib.AbstractContextManager[None]:
     """Counts a block of the program as time that makes no progress.
 
     The goodput line of ringrun, `ringjax top` and the metrics show the share of these
     blocks. Blocks inside of a block do not count again. Checkpoints of
-    `ringjax.elastic.Checkpointer` and of orbax count without this function.
+    `ringjax.elastic.Checkpointer` and of orbax count without this function, and so do
+    compilations by JAX. PyTorch and TensorFlow have no public way to learn of theirs.
 
     Use it on the thread that trains: what another thread does takes no time of it.
 
     Args:
-        part: "checkpoints", or "other" for anything else, such as an evaluation.
+        part: "checkpoints"; "compile", for example around the first step of a model
+            of `torch.compile`; or "other" for anything else, such as an evaluation.
 
     Raises:
-        ValueError: `part` is neither.
+        ValueError: `part` is none of the three.
 
     Example:
         >>> import ringjax
         >>> with ringjax.time_for("checkpoints"):
         ...     pass  # write a checkpoint
     """
-    if part not in ("checkpoints", "other"):
+    if part not in ("checkpoints", "compile", "other"):
         raise ValueError(
-            f'ringjax.time_for: {part!r} is neither "checkpoints" nor "other"'
+            f"ringjax.time_for: part={part!r}: expected "
+            '"checkpoints", "compile" or "other"'
         )
     return spent.on(part)
 

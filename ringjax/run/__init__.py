@@ -49,7 +49,8 @@ def run(
 ) -> list[T]:
     """Runs a function as the ranks of one job, and returns the result of each rank.
 
-    The function is sent by cloudpickle, so it may be a closure or a lambda.
+    The function is sent by cloudpickle, so it may be a closure or a lambda. After a
+    training, the last line on standard error is the goodput, as with ringrun.
 
     Args:
         fn: called in every rank as `fn(*args, **kwargs)`.
@@ -140,8 +141,11 @@ def run(
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
     )
-    console = functools.partial(Console, directory=output_filename, python=True)
-    outcome = make_job(spec, options, console).run()
+    make_console = functools.partial(Console, directory=output_filename, python=True)
+    job = make_job(spec, options, make_console)
+    outcome = job.run()
+    if job.goodput:
+        job.console.note(job.goodput)
     if outcome.exit_code:
         text = task.error_text(outcome.results.get(outcome.rank, b""))
         message = outcome.reason + (f"\n\n{text}" if text else "")

@@ -186,9 +186,12 @@ class TimeSpent:
         Broadcasts of parameters are not repeated, so they belong to the start. Numbers
         in names count only if many calls have shown no repetition, because the names of
         a program may contain its steps. After a success, further calls do nothing.
+        An open block becomes a mark only at its end, so the search waits for that.
         """
         recorder = self._recorder
         if self._first_step is not None or recorder is None:
+            return
+        if self._inside and not last:
             return
         events = [e for e in recorder.events() if e["entered"] >= self._began]
         first = _first_repeated(events)
@@ -206,9 +209,10 @@ class TimeSpent:
         ends = [event["done"] for event in events]
         for mark in self._marks:
             early[mark.part] += max(0.0, min(mark.ended, first) - mark.began)
-            if mark.part != "compile" and mark.began > first:
-                inside = events[bisect(ends, mark.began) : bisect(ends, mark.ended)]
-                explained += _waits(inside, mark.began, mark.ended)
+            if mark.ended > first:
+                began = max(mark.began, first)
+                inside = events[bisect(ends, began) : bisect(ends, mark.ended)]
+                explained += _waits(inside, began, mark.ended)
         self._compiled = early.get("compile", 0.0)
         self._start = max(0.0, first - self._began - sum(early.values()))
         self._explained = explained

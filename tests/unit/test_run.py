@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -81,6 +82,33 @@ def test_output_goes_to_stdout_of_the_caller(
         "[1]<stdout>:hello",
     }
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "hello\n"
+
+
+def _train() -> None:
+    import numpy
+
+    from ringjax import eager
+
+    ringjax.init()
+    for _ in range(5):
+        eager.allreduce(numpy.ones(4, "f4"), name="gradients")
+
+
+def _train_and_fail() -> None:
+    _train()
+    raise ValueError("too late")
+
+
+def test_the_goodput_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is there after a failure, too, and not if the ranks have not trained."""
+    run(lambda: None, np=2)
+    assert "goodput" not in capsys.readouterr().err
+    run(_train, np=2)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"ringrun: goodput [\d.]+ % of [\d.]+ s: ", last)
+    with pytest.raises(LaunchError, match="too late"):
+        run(_train_and_fail, np=2)
+    assert "ringrun: goodput" in capsys.readouterr().err
 
 
 def test_ranks_get_the_given_environment() -> None:

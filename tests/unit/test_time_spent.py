@@ -132,6 +132,23 @@ def test_a_block_before_the_first_step_is_no_start(process: Process) -> None:
     assert found.waiting == pytest.approx(0.5)
 
 
+def test_a_block_may_contain_the_first_step(process: Process) -> None:
+    """The waits inside of the block belong to it, before and after the first step."""
+    process.run(1)
+    with process.spent.on("compile"):
+        process.run(2)
+        process.call(waits=0.5)
+        process.run(3)
+        process.call(waits=1)
+        assert not process.report().trains  # where the block ends is not known yet
+    process.call(waits=0.25)
+    found = process.report()
+    assert found.start == pytest.approx(1)
+    assert found.compile == pytest.approx(2.5)
+    assert found.recompile == pytest.approx(0.1 + 3 + 1 + 0.1)
+    assert found.waiting == pytest.approx(0.25)
+
+
 def test_the_wait_of_a_call_that_a_loss_has_stopped_is_a_loss(process: Process) -> None:
     process.call()
     process.call(waits=0.25)
@@ -186,7 +203,7 @@ def test_a_new_count_begins_with_a_new_membership(process: Process) -> None:
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="'data' is neither"):
+    with pytest.raises(ValueError, match="part='data': expected .*compile"):
         ringjax.time_for("data")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="step=-1"):
         ringjax.progress(-1, 10)
