@@ -45,12 +45,13 @@ Array: TypeAlias = "array.array[float]"
 
 
 def describe_network(members: Sequence[Member], hello: JsonObject) -> Network | None:
-    """Describes the network of a job. Returns None if all ranks share memory.
+    """Describes the network of a job. Returns None if no rank uses a network.
 
     The description is equal again when the job is restarted. `members` are in rank
     order, and `hello` describes this rank.
     """
-    if all(m.host == 0 and m.shm for m in members):
+    # The only rank of an elastic job sends nothing, also without shared memory.
+    if len(members) == 1 or all(m.host == 0 and m.shm for m in members):
         return None
     keys = ("machine", "version", "settings", "fabric")
     return {

@@ -99,6 +99,8 @@ def test_a_network_is_described_by_hosts_and_transport() -> None:
         return calibration.describe_network(members, own | more)
 
     assert describe("aa") is None
+    only = Member(0, 0, 0, "a", shm=False)
+    assert calibration.describe_network([only], {}) is None
     networks = [
         describe("aa", shm=False),
         *(describe(hosts) for hosts in ("ab", "ac", "abb")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from support.elastic_job import Start
@@ -316,3 +317,41 @@ def test_every_size_without_a_loss(start_job: StartJob, np: int, shm: str) -> No
     assert job.wait() == 0, job.logs()
     for rank in range(np):
         assert f"all sizes {np}" in job.output(rank)
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_one_rank_alone_has_no_links_to_measure(
+    start_job: StartJob, tmp_path: Path, shm: str
+) -> None:
+    """It is an elastic job of its own, which a second rank joins later."""
+    (tmp_path / "slots").write_text("localhost:1")
+    options = ["--host-discovery-script", f"cat {tmp_path / 'slots'}", "--min-np", "1"]
+    env = {"RINGJAX_SHM": shm, "SLOTS": str(tmp_path / "slots")}
+    job = start_job(1, ALONE, env, [*options, "--max-np", "2"])
+    assert job.wait(50) == 0, job.logs()
+    assert job.launcher_output().count("the sum of 2 ranks is 2.0") == 2
+
+
+ALONE = """
+import os, time
+import numpy as np
+import ringjax
+from ringjax import eager, elastic
+from support import numpy_only
+
+ringjax.init()
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    while ringjax.size() < 2:
+        assert eager.allreduce(np.ones(3), op=ringjax.Sum).tolist() == [1.0] * 3
+        state.step += 1
+        if state.step == 5:
+            open(os.environ["SLOTS"], "w").write("localhost:2")
+        time.sleep(0.02)
+        state.commit()
+    return eager.allreduce(np.ones(1), op=ringjax.Sum)[0]
+
+print(f"the sum of 2 ranks is {train(state)}", flush=True)
+"""
