@@ -112,7 +112,9 @@ class _ElasticJobLoop:
             # Undo warm_up, which may have trained and donated arrays.
             self._state.restore()
         self._state.make_room()
-        runtime.request_admission()
+        # The hint of ringrun about spares is for programs that have a step to compile.
+        cold = warm_up is None and values.jax_part() is not None
+        runtime.request_admission(cold=cold)
 
     def begin(self) -> None:
         change, self._change = self._change, 0

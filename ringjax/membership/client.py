@@ -212,9 +212,12 @@ class CoordinatorClient:
         message = {"type": "suspect", "epoch": epoch, "rank": rank, "text": text[:4096]}
         self._send(("suspect", rank), message, epoch)
 
-    def ready(self) -> None:
-        """Announces that this newcomer has warmed up and may become a member."""
-        self._send("ready", {"type": "ready"})
+    def ready(self, *, cold: bool = False) -> None:
+        """Announces that this newcomer has warmed up and may become a member.
+
+        `cold` says that it has nothing to warm up, and compiles as a member.
+        """
+        self._send("ready", {"type": "ready", "cold": cold})
 
     def pause(
         self,

@@ -58,7 +58,8 @@ class Coordinator(JobServer):
             ("failure", worker, text)    a worker has reported why it fails; if it is a
                                          member, the event "fenced" follows
             ("dismissed", worker, text)  a worker has left without an error
-            ("ready", worker)            a newcomer may become a member now
+            ("ready", worker, text)      a newcomer may become a member now; the text
+                                         is "cold" if it has not compiled its step
             ("finished", worker)         a member left because it has finished
             ("ended", worker)            the reply to `ended`
             ("waiting", text)            too few members: newcomers are needed

@@ -170,7 +170,8 @@ class JobMembership(Epochs):
             self._outbox.send(worker, {"type": "missing", "text": text})
         elif kind == "ready" and worker in self._newcomers:
             self._newcomers[worker].ready = True
-            self._outbox.publish("ready", worker)
+            cold = "cold" if message.get("cold") is True else ""
+            self._outbox.publish("ready", worker, cold)
             self._admit(now)
         elif (
             kind == "leaving" and worker in self._newcomers and self.phase != "assembly"

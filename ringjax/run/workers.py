@@ -75,6 +75,7 @@ class Worker:
         dismissed: whether the worker left without an error while the job continues.
         report: the error that the worker has reported.
         ready: whether the worker is waiting to become a member.
+        cold: whether the worker compiles its step only as a member.
         spare: whether the worker was not needed as a member when it was started or
             became ready.
         end_confirmed: whether the process has ended; False if its host is unreachable.
@@ -102,6 +103,7 @@ class Worker:
     report: str = ""
     report_time: float = math.inf
     ready: bool = False
+    cold: bool = False
     spare: bool = False
     end_confirmed: bool = True
 
@@ -244,7 +246,7 @@ class WorkerTable:
             case "failure" if not worker.report:
                 worker.report, worker.report_time = text.strip(), now
             case "ready":
-                worker.ready = True
+                worker.ready, worker.cold = True, text == "cold"
             case "finished":
                 worker.finished = True
             case "dismissed":

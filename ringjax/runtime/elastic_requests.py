@@ -62,18 +62,18 @@ def solo_mode() -> contextlib.AbstractContextManager[None]:
     return _world("solo_mode").solo_mode.active()
 
 
-def request_admission() -> None:
+def request_admission(*, cold: bool = False) -> None:
     """Requests to become a member of the job, and waits until the job admits this rank.
 
     Returns immediately on a member. Raises RingjaxError if the job ends without this
-    rank.
+    rank. `cold` says that the program compiles its step only as a member.
     """
     if not is_newcomer():
         return
     world = _world("request_admission")
     world.solo_mode.end()
     failpoints.passing("join.ready")
-    _client(world).ready()
+    _client(world).ready(cold=cold)
     world.wait_for_admission()
     failpoints.passing("join.admitted")
     if not epoch_devices.reconnect_devices(world):

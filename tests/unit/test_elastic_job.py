@@ -6,8 +6,10 @@ A fake runtime records the calls. tests/ranks has real jobs whose ranks are kill
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -40,7 +42,7 @@ class Runtime:
         self.held: list[HeldState] = []
         self.participants = Participants(0, (1, 2))
         self.pause_fails = 0
-        self.lost = False
+        self.lost = self.cold = False
         for name in (
             *(
                 "elastic",
@@ -74,7 +76,8 @@ class Runtime:
         self.calls.append("rehearse")
         yield
 
-    def request_admission(self) -> None:
+    def request_admission(self, *, cold: bool = False) -> None:
+        self.cold = cold
         self.calls.append("admit")
         self.newcomer = False
 
@@ -269,7 +272,20 @@ def test_a_joining_rank_discards_its_warmup_steps(job: Runtime) -> None:
     train(state)
     assert job.calls == ["rehearse", "warm up", "make room", "admit", "send_state"]
     assert job.held == [HeldState.NOTHING]
-    assert state.step == 0
+    assert state.step == 0 and not job.cold
+
+
+@pytest.mark.parametrize("uses_jax", [True, False])
+def test_a_joining_rank_says_that_it_has_compiled_nothing(
+    job: Runtime, monkeypatch: pytest.MonkeyPatch, uses_jax: bool
+) -> None:
+    """A program without JAX has nothing to compile."""
+    importlib.import_module("jax")
+    if not uses_jax:
+        monkeypatch.delitem(sys.modules, "jax")
+    job.newcomer = True
+    train_with(job)(State(step=0))
+    assert job.cold == uses_jax
 
 
 @pytest.mark.parametrize("called", [[], ["called alone"]])

@@ -267,7 +267,10 @@ def test_joining_ranks_start_again_if_all_members_are_lost() -> None:
         job.membership.process_ended(worker, "it ended", job.now)
     job.say(4, "ready")
     job.say(5, "ready")
-    assert [n for n in job.news if n[0] == "ready"] == [("ready", 4), ("ready", 5)]
+    assert [n for n in job.news if n[0] == "ready"] == [
+        ("ready", 4, ""),
+        ("ready", 5, ""),
+    ]
     assert (job.order(), job.last(5)["kind"]) == ([4, 5], "start")
 
 

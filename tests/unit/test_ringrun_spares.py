@@ -57,6 +57,18 @@ def test_a_spare_takes_the_place_of_a_lost_rank(begin: Begin, tmp_path: Path) ->
     assert job.launcher_output().count("<stdout>:Dismiss") == 1  # of worker 3
 
 
+def test_one_hint_for_spares_that_have_compiled_nothing(
+    begin: Begin, tmp_path: Path
+) -> None:
+    job = begin(script=PROGRAM.replace("job.ready()", "job.ready(cold=True)"))
+    job.kill(0)
+    wait_for(job, ") is ready", 2)
+    assert finish(job, tmp_path) == 0
+    hint = "call it once in warm_up: @ringjax.elastic.run(warm_up=function)"
+    lines = ringrun_lines(job)
+    assert lines[1].endswith(hint) and sum(hint in line for line in lines) == 1
+
+
 def test_a_spare_that_dies_is_replaced(begin: Begin, tmp_path: Path) -> None:
     job = begin()
     for worker in (2, 3, 4):

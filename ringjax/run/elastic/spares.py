@@ -43,6 +43,7 @@ class Spares:
         self._slots, self._note = slots, note
         self._ready: set[int] = set()  # workers about which a line was printed
         self._failures = 0  # spares that have failed one after another
+        self._hinted = False  # whether the hint to `warm_up` was printed
         self._gap_since = self._over_since = math.inf
         self._refill_at = -math.inf
         self.ended = not settings.spares
@@ -101,6 +102,17 @@ class Spares:
         if not silent:
             place = self._table.several_hosts()
             self._note(f"{self._table.describe(worker, place=place)} is ready")
+            self._hint(worker)
+
+    def _hint(self, worker: Worker) -> None:
+        """Says once how a spare can compile before it takes the place of a rank."""
+        if worker.cold and not self._hinted:
+            self._hinted = True
+            self._note(
+                "spares compile the step only after they have joined, while the other "
+                "ranks wait; call it once in warm_up: "
+                "@ringjax.elastic.run(warm_up=function)"
+            )
 
     def record_failure(self, worker: Worker, *, own_fault: bool) -> None:
         """Counts a spare that failed before it was ready. After three, gives up."""
