@@ -15,7 +15,9 @@ from ringjax.ray import actors
 from ringjax.ray.actors import POLL_INTERVAL, no_callback
 from ringjax.ray.discovery import DISCOVER_HOSTS_FREQUENCY_SECS, HostDiscovery
 from ringjax.ray.ray_types import ActorHandle, ObjectRef, RayQueue, Result, Task
+from ringjax.run.elastic.spares import GAVE_UP, MAX_FAILURES
 from ringjax.run.engine_job import EngineJob
+from ringjax.run.workers import Worker
 
 log = logging.getLogger("ringjax.ray")
 # A worker has failed early if it fails within these seconds after it became a member.
@@ -56,7 +58,8 @@ class ElasticJob:
         fn: the function; each actor calls `fn(None)`.
         sizes: the smallest and the greatest number of workers.
         spares: the number of further actors that are ready, and wait until a worker is
-            lost. They start after the job has begun.
+            lost. They start after the job has begun. After three in a row have failed
+            before they were ready, the job starts no more spares.
         start_timeout: seconds for the smallest number of actors to start.
         reset_limit: the number of times that the members may change; None means no
             limit.
@@ -92,6 +95,8 @@ class ElasticJob:
         self._actors: list[_Actor] = []
         self._numbers = 0
         self._early_failures = 0  # the number of early failures in a row
+        self._spare_failures = 0  # the number of spares that failed in a row
+        self._ready = 0  # the number of workers that have ever been ready to join
         self._pause_until = 0.0
         self._start_failure = ""  # the error of the last actor that did not start
 
@@ -247,10 +252,29 @@ class ElasticJob:
                 who,
                 worker.report or worker.exit_text,
             )
+        if failed:
+            self._count_failed_spare(worker, job)
         member_for = (
             worker.end_time - worker.join_time if worker.rank is not None else 0.0
         )
         self._remove(actor, early=failed and member_for < _EARLY)
+
+    def _count_failed_spare(self, worker: Worker, job: EngineJob) -> None:
+        """Counts a spare that failed before it was ready, as `Spares` of ringrun does.
+
+        A worker is a spare if the job has all its members without it. The next spare
+        would fail, too, if three in a row have failed by themselves.
+        """
+        ready = sum(each.ready for each in job.workers.values())
+        if ready > self._ready:
+            self._ready, self._spare_failures = ready, 0
+        by_itself = worker.end_confirmed and not worker.ready and worker.rank is None
+        if not by_itself or len(job.members) < self._max_size:
+            return
+        self._spare_failures += 1
+        if self._spare_failures == MAX_FAILURES:
+            self.spares = 0
+            log.warning(GAVE_UP)
 
     def _remove(self, actor: _Actor, *, early: bool) -> None:
         """Kills an actor. After two early failures in a row, delays its replacement."""

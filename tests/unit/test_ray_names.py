@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -228,6 +228,46 @@ def test_pauses_grow_with_consecutive_failures(monkeypatch: pytest.MonkeyPatch) 
         job._remove(actor, early=True)
         pauses.append(job._pause_until)
     assert pauses == [0, 2, 4, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, 0),
+        ({"ready": True}, 2),  # it has started well, and was killed later
+        ({"rank": 0}, 2),
+        ({"end_confirmed": False}, 2),  # its node cannot be reached
+    ],
+)
+def test_three_spares_that_fail_in_a_row_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: dict[str, Any],
+    left: int,
+) -> None:
+    from ringjax.ray import elastic_jobs
+    from ringjax.run.workers import Worker, WorkerSlot
+
+    monkeypatch.setattr(sys.modules["ray"], "put", lambda _: None)
+    job: Any = elastic_jobs.ElasticJob(print, {}, (1, 2), {}, 1.0, spares=2)
+    engine: Any = SimpleNamespace(workers={}, members={0: 0})
+
+    def fail(number: int, **given: Any) -> None:
+        engine.workers[number] = Worker(number, WorkerSlot("a", 0, 0), **given)
+        job._count_failed_spare(engine.workers[number], engine)
+
+    for number in range(5):
+        fail(number)  # a member is missing, so these are no spares
+    engine.members = {0: 0, 9: 1}
+    for number in (5, 6):
+        fail(number)
+    engine.workers[7] = Worker(7, WorkerSlot("a", 0, 0), ready=True)
+    for number in (8, 10):
+        fail(number)  # the failures before the spare that was ready do not count
+    assert job.spares == 2
+    fail(11, **given)
+    assert job.spares == left
+    assert ("no more spares are started: 3 in a row" in caplog.text) == (left == 0)
 
 
 def test_free_slots_follow_from_resources(stub: Any) -> None:

@@ -14,7 +14,11 @@ from ringjax.run.elastic.elastic_settings import ElasticSettings
 from ringjax.run.elastic.worker_slots import WorkerSlots
 from ringjax.run.workers import Worker, WorkerTable
 
-_MAX_FAILURES = 3  # spares that fail in a row before ringrun starts no more of them
+MAX_FAILURES = 3  # spares that fail in a row before no more of them are started
+GAVE_UP = (
+    f"no more spares are started: {MAX_FAILURES} in a row have failed before they were "
+    "ready"
+)
 # Seconds for spares to become members. Then ringrun starts other processes even if the
 # members make no commit.
 _JOIN_TIMEOUT = 5.0
@@ -119,9 +123,6 @@ class Spares:
         if not worker.spare or worker.ready or worker.rank is not None or not own_fault:
             return
         self._failures += 1
-        if self._failures == _MAX_FAILURES:
+        if self._failures == MAX_FAILURES:
             self._slots.limit(self._settings.max_np)
-            self._note(
-                f"no more spares are started: {_MAX_FAILURES} in a row have failed "
-                "before they were ready"
-            )
+            self._note(GAVE_UP)
