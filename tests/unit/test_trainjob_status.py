@@ -146,16 +146,22 @@ def test_one_warning_if_the_server_does_not_take_it(
 def test_a_server_that_never_answers_does_not_keep_the_job(
     monkeypatch: pytest.MonkeyPatch, plane: ControlPlane
 ) -> None:
-    monkeypatch.setattr(trainjob_status, "_TIMEOUT", 0.5)
+    """The message waits for its answer for longer than `close` waits for the thread."""
+    monkeypatch.setattr(trainjob_status, "_TIMEOUT", 10 * LONG)
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(LONG)
         url = plane.url(silent.getsockname()[1])
         env = {**plane.env, "KUBEFLOW_TRAINER_SERVER_URL": url}
         status = TrainJobStatus(env, lambda text: None)
         status.update(Progress(1, 2), 0.0)
-        until(lambda: status._latest is None)
-        began = time.monotonic()
-        status.close()
-        assert time.monotonic() - began < LONG / 2
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(1)  # so the message has its timeout already
+            monkeypatch.setattr(trainjob_status, "_TIMEOUT", 0.01)
+            status.close()
+            assert status._thread.is_alive()
+    status._thread.join(LONG)
+    assert not status._thread.is_alive()
 
 
 PROGRAM = """
