@@ -283,6 +283,14 @@ def test_default_malloc_settings_of_ranks() -> None:
     assert "GLIBC_TUNABLES=glibc.malloc.check=0\n" in chosen.stdout
 
 
+def test_ranks_do_not_get_an_empty_name_of_a_library() -> None:
+    """With it, jaxlib would look for MPI in Python, and end the process."""
+    done = ringrun("-np", "1", *sh("env"), MPITRAMPOLINE_LIB="")
+    assert done.returncode == 0 and "MPITRAMPOLINE_LIB" not in done.stdout
+    done = ringrun("-np", "1", *sh("env"), MPITRAMPOLINE_LIB="/other.so")
+    assert "MPITRAMPOLINE_LIB=/other.so\n" in done.stdout
+
+
 def test_a_job_inside_an_elastic_job_is_not_elastic() -> None:
     done = ringrun("-np", "1", *sh("env"), RINGJAX_ELASTIC="1", RINGJAX_WORKER="7")
     assert done.returncode == 0

@@ -179,6 +179,8 @@ class Agent:
         for order in message["children"]:
             own = {**env, **order["env"]}
             own |= mpi_library.variables(own)
+            if not own.get(mpi_library.VARIABLE):  # jaxlib would end the process
+                own.pop(mpi_library.VARIABLE, None)
             self._start_child(order, own, task)
 
     def _start_child(
