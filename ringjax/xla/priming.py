@@ -29,6 +29,8 @@ from ringjax.xla.hlo_groups import groups_of
 
 _AXIS = "ringjax"
 _MODULE = re.compile(r"HloModule ([^\s,]+)")
+# The name of the members (WorldApart), with which errors of connecting them begin.
+_MEMBERS = re.compile(r"JAX's (processes|devices) [^:]*: ")
 
 
 class Priming:
@@ -139,11 +141,12 @@ class Priming:
         except Unreachable as error:
             advice = (
                 "compiling it is collective: each of them must compile it, and its "
-                f"other programs in the same order; {error}"
+                f"other programs in the same order; {_without_members(error)}"
             )
             raise Stalled(_explain(processes, text, advice), error.ranks) from error
         except PeerLost as error:
-            raise PeerLost(_explain(processes, text, str(error)), error.rank) from error
+            why = _without_members(error)
+            raise PeerLost(_explain(processes, text, why), error.rank) from error
         with self._splitting:
             for place, communicator in communicators.items():
                 self._expect(group[0].id, place, communicator)
@@ -179,6 +182,11 @@ def _processes(group: Sequence[jax.Device]) -> list[int]:
 
 def _ids(group: Sequence[jax.Device]) -> tuple[int, ...]:
     return tuple(device.id for device in group)
+
+
+def _without_members(error: PeerLost | Unreachable) -> str:
+    """Returns the text of an error without its members, which `_explain` names."""
+    return _MEMBERS.sub("", str(error), count=1)
 
 
 def _explain(processes: Sequence[int], text: str, why: str) -> str:

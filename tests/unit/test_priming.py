@@ -176,8 +176,8 @@ def test_errors_reach_whoever_compiles() -> None:
                 print(type(error).__name__, getattr(error, "ranks", error.rank), error)
             assert not groups()  # the next program tries again
 
-        fails(Unreachable("rank 1 did not call", [1]))
-        fails(PeerLost("rank 1 is gone", 1))
+        fails(Unreachable("JAX's processes 0, 1: rank 1 did not call", [1]))
+        fails(PeerLost("JAX's devices 0, 1 of processes 0, 1: rank 1 is gone", 1))
         jax_client.on_load(lambda devices, texts: priming.groups_of(
             "HloModule m\\n  %bad = f32[] all-reduce(%p)"))
         fails(None)
