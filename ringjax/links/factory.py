@@ -545,8 +545,14 @@ class _FactoryRun:
             time.sleep(0.002)
             departed = self.factory.loss_monitor.departed_ranks()
         reason = f"; it {departed[pair.rank]}" if pair.rank in departed else ""
-        text = f"{self.what}: rank {pair.rank} is gone: {why}{reason}"
-        return PeerLost(text, pair.rank)
+        host = self.factory.members[pair.rank].hostname
+        text = f"rank {pair.rank} on {host} is gone: {why}{reason}"
+        return PeerLost(f"{self.what}: {text}{self._where(pair.rank)}", pair.rank)
+
+    def _where(self, rank: int) -> str:
+        """Returns the addresses of a rank as the end of an error, "" if unknown."""
+        known = self.addresses.get(rank)
+        return "" if known is None else f"; its addresses are {known.addresses}"
 
     def _check(self, missing: Callable[[], dict[int, str]]) -> None:
         """Raises an error if a rank is lost, or if the start timeout is over.
@@ -563,11 +569,7 @@ class _FactoryRun:
     def _fail(self, missing: dict[int, str], when: str = "") -> NoReturn:
         reasons = "; ".join(
             f"rank {rank} on {self.factory.members[rank].hostname}: {why}"
-            + (
-                f"; its addresses are {self.addresses[rank].addresses}"
-                if rank in self.addresses
-                else ""
-            )
+            + self._where(rank)
             for rank, why in missing.items()
         )
         raise Unreachable(

@@ -261,21 +261,30 @@ class Recovery:
         """Reports unreachable members, unless the coordinator revokes the epoch first.
 
         A broken link does not show which of its two ranks is lost. The other ranks may
-        report the loss to the coordinator, which then revokes the epoch.
+        report the loss to the coordinator, which then revokes the epoch. That loss is
+        shown to the user, so only a failure of another kind needs a warning.
         """
+        text = f"epoch {members.epoch} could not be connected: {error}"
+        try:
+            self._await_revocation()
+        except EpochRevoked:
+            self._world.log("debug", text)
+            return
+        self._world.log("warning", text)
         ranks = error.ranks if isinstance(error, Unreachable) else []
-        ranks = [error.rank] if isinstance(error, PeerLost) else ranks
-        with contextlib.suppress(EpochRevoked):
-            deadline = time.monotonic() + _SUSPECT_DELAY
-            while time.monotonic() < deadline:
-                self._check_connecting()
-                left = max(0.0, deadline - time.monotonic())
-                wait_readable(self._client, left)
-            for rank in ranks:
-                if rank >= 0:
-                    self._client.suspect(members.epoch, rank, str(error))
-            self._next = None
-            self._stop(members.epoch, str(error), -1)
+        for rank in [error.rank] if isinstance(error, PeerLost) else ranks:
+            if rank >= 0:
+                self._client.suspect(members.epoch, rank, str(error))
+        self._next = None
+        self._stop(members.epoch, str(error), -1)
+
+    def _await_revocation(self) -> None:
+        """Waits `_SUSPECT_DELAY`. Raises EpochRevoked if the epoch ends meanwhile."""
+        deadline = time.monotonic() + _SUSPECT_DELAY
+        while time.monotonic() < deadline:
+            self._check_connecting()
+            left = max(0.0, deadline - time.monotonic())
+            wait_readable(self._client, left)
 
 
 class _PhaseTimer:

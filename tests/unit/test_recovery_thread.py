@@ -129,7 +129,8 @@ class FakeWorld:
         self.events.append(("broken", text))
 
     def log(self, level: str, text: str) -> None:
-        pass
+        if "could not be connected" in text:
+            self.events.append((level, text))
 
 
 class RecoveryTest:
@@ -229,6 +230,8 @@ def test_a_member_that_cannot_be_reached_is_suspected(test: RecoveryTest) -> Non
     test.client.receive(Revoke(0, {2: "died"}, False), members(1))
     until(lambda: ("report", 1, {}, False) in test.client.sent)
     assert ("suspect", 1, 1, "no way to rank 1") in test.client.sent
+    logged = ("warning", "epoch 1 could not be connected: no way to rank 1")
+    assert test.world.events.count(logged) == 1
 
 
 def test_a_broken_link_waits_for_the_coordinators_decision(test: RecoveryTest) -> None:
@@ -241,6 +244,8 @@ def test_a_broken_link_waits_for_the_coordinators_decision(test: RecoveryTest) -
     test.client.receive(Revoke(0, {2: "died"}, False), members(1))
     test.wait(2)
     assert not [message for message in test.client.sent if message[0] == "suspect"]
+    logged = ("debug", "epoch 1 could not be connected: rank 1 is gone")
+    assert logged in test.world.events  # the loss itself is shown already
 
 
 def test_dismiss_fence_and_stop_end_the_rank(test: RecoveryTest) -> None:
