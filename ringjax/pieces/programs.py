@@ -91,6 +91,8 @@ class Programs:
         number = jnp.zeros((), jnp.int32)
         opt_state = self._tx.init(params)
         training = self.placed(Training(params, opt_state, stats, number, number))
+        if not self.several_devices:
+            sharded.check_on_one(data)
         shapes = self._shapes(training, data)
         leaves, structure = jax.tree.flatten(shapes)
         training = training._replace(exponents=jnp.zeros(len(leaves), jnp.int32))

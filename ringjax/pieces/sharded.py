@@ -42,6 +42,17 @@ def mesh_of(params: Any) -> Mesh | None:
     return found
 
 
+def check_on_one(data: Any) -> None:
+    """Raises a ValueError if data are on several devices, but no parameter is."""
+    for name, leaf in paths(data):
+        if on_several(leaf):
+            raise ValueError(
+                f"{NAME}: load(0, 0) returned {name!r}, {described(leaf)}, on "
+                f"{len(leaf.sharding.device_set)} devices, but the parameters are on "
+                "one; put them on the same mesh by jax.device_put"
+            )
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that each device holds in full."""
     return NamedSharding(mesh, PartitionSpec())

@@ -124,6 +124,8 @@ other = NamedSharding(jax.make_mesh((2,), ("y",)), P("y"))
 for wrong in (
     lambda: train(end, 1, lambda number, piece: jax.device_put(load(0, 0), halves)),
     lambda: step.init([jax.device_put(np.ones(4), x) for x in (halves, other)], load),
+    lambda: ringjax.pieces.step(loss_of, optax.adam(0.1), 2).init(
+        np.ones(4), lambda number, piece: jax.device_put(load(0, 0), halves)),
 ):
     try:
         wrong()
@@ -142,11 +144,15 @@ def test_parameters_on_several_devices_keep_their_shardings(
     }
     job = start_job(1, DEVICES, ENV | env)
     assert job.wait(60) == 0, job.logs()
-    data, params = job.output(0).splitlines()
+    data, params, one = job.output(0).splitlines()
     assert data.startswith("ringjax.pieces.step: load(4, 0) returned 'value' with the ")
     assert data.endswith("; all pieces of all steps need one sharding")
     assert "parameter '1', float32[4], has the sharding" in params
     assert "expected a NamedSharding over one mesh" in params
+    assert one.endswith(
+        "load(0, 0) returned 'value', float32[4, 4], on 2 devices, but the parameters "
+        "are on one; put them on the same mesh by jax.device_put"
+    )
 
 
 CHECKPOINTS = """
