@@ -194,6 +194,12 @@ class Audit:
             if self._place == min({voter for voter, _ in votes} - found):
                 stderr.line(f"[ringjax] warning: {text}, and is lost")
             return True
-        error = Mismatch(f"{text}; test the memory and the CPU of its host")
+        remedy = (
+            "test the memory and the CPU of its host"
+            if found
+            else "`load` and `loss_of` must depend on step and piece, never on the "
+            "rank; if so, test the memory and the CPUs of their hosts"
+        )
+        error = Mismatch(f"{text}; {remedy}")
         error.rank = min(found) if found else -1
         raise error

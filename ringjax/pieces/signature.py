@@ -10,11 +10,20 @@ import numpy as np
 from ringjax.pieces.sharded import on_several
 from ringjax.pieces.training import NAME, paths
 
+_ARRAYS = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
+
 
 class Signature:
     """The shapes, dtypes and shardings of one piece, which all pieces must have."""
 
     def __init__(self, data: Any) -> None:
+        for name, leaf in paths(data):
+            if not isinstance(leaf, _ARRAYS):
+                raise TypeError(
+                    f"{NAME}: `load` returned {name!r} as {type(leaf).__name__}, "
+                    "expected an array of NumPy or JAX, or a number; convert it, or "
+                    "leave it out"
+                )
         self._leaves, self._structure = _signature(data)
         self._paths = [name for name, _ in paths(data)]
 

@@ -307,6 +307,11 @@ def test_other_shapes_of_data_are_named(other, text) -> None:
         trained(make(), 2, changing)
 
 
+def test_data_that_are_no_arrays_are_named() -> None:
+    with pytest.raises(TypeError, match="`load` returned 'name' as str, expected an "):
+        make().init(jnp.zeros(3), lambda n, p: {"x": load(n, p), "name": "a"})
+
+
 def test_the_step_is_refused_inside_of_jit_and_vmap() -> None:
     step = make()
     training = step.init(jnp.zeros(3), load)
