@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringjax import runtime, stderr
+from ringjax.elastic.place import Place
 from ringjax.errors import Fenced, Mismatch
 from ringjax.pieces.control import Control
-from ringjax.pieces.place import Place
 from ringjax.pieces.training import NAME
 
 # An audit makes one step longer by a piece, or by places / pieces of its duration. With

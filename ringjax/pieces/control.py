@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringjax.elastic.place import Place
 from ringjax.errors import RingjaxError
-from ringjax.pieces.place import Place
 from ringjax.pieces.training import NAME
 
 Words = np.ndarray[Any, np.dtype[np.int32]]

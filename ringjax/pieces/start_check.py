@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from ringjax import eager, runtime, stderr
+from ringjax.elastic.place import Place
 from ringjax.errors import InvalidArgument
 from ringjax.pieces import machine
 from ringjax.pieces.bits import hash_words
-from ringjax.pieces.place import Place
 from ringjax.pieces.training import NAME
 
 # Bytes of the message of a rank. All messages have one length, so that a loss during

@@ -18,12 +18,12 @@ import numpy as np
 import optax
 
 from ringjax import runtime
+from ringjax.elastic.place import Place, current_place
 from ringjax.errors import RingjaxError
 from ringjax.pieces import training as states
 from ringjax.pieces.audit import Audit
 from ringjax.pieces.bits import hash_words, with_flips
 from ringjax.pieces.control import Control
-from ringjax.pieces.place import Place, current_place
 from ringjax.pieces.programs import MAX_REPEATS, Programs
 from ringjax.pieces.shares import (
     MAX_MICROSECONDS,

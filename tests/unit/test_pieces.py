@@ -10,8 +10,8 @@ import pytest
 
 import ringjax
 from ringjax.data import Pieces
+from ringjax.elastic.place import Place
 from ringjax.pieces.control import Control
-from ringjax.pieces.place import Place
 from ringjax.pieces.shares import (
     Shares,
     balanced_counts,

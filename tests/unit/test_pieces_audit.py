@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
+from ringjax.elastic.place import Place
 from ringjax.pieces.audit import Audit, duties, outvoted
-from ringjax.pieces.place import Place
 from ringjax.pieces.shares import pieces_of
 
 
