@@ -96,11 +96,13 @@ class Communicator:
         postscale: float = 1.0,
         name: str = "",
         names: Sequence[str] = ...,
+        timeout: float = -1.0,
     ) -> int:
         """Runs one call on this thread without the GIL.
 
         A resilient communicator runs the call in the current epoch, and again if that
-        epoch ends.
+        epoch ends. `timeout` limits the waits for other ranks, in seconds: 0 means no
+        limit, and -1 the limit of the job.
 
         Returns:
             The epoch in which the call was finished.
@@ -380,6 +382,28 @@ def plain_call(
         new_result: makes the result of a tensor and a process set.
         next_name: names an operation of a process set that has no name.
         error_of: makes the exception that replaces a StatusError.
+    """
+
+def exact_add(
+    ins: Sequence[tuple[int, int, tuple[int, ...]]],
+    units: Sequence[int],
+    width: int,
+    sums: Any,
+    checksum: Any,
+) -> None:
+    """Adds the leaves of one piece to exact sums, without the GIL.
+
+    Args:
+        ins: the address, the number of the dtype in DTYPES, and the shape of each leaf.
+            The address 0 stands for zeros.
+        units: the exponent of the unit of each leaf's sums.
+        width: the bits of a term, without its sign.
+        sums: int64[n], the sums of all leaves, one after the other.
+        checksum: uint64[2], the checksum of `sums`, to which that of the terms is
+            added.
+
+    Raises:
+        ValueError: the arguments do not fit together, or a value is too large.
     """
 
 def set_world(world: object) -> None:

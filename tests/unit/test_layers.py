@@ -119,7 +119,8 @@ INCLUDES = {
     "device": {"base", "collective", "cuda", *ENGINE},
     "ffi": {"base", "exact", "device", *ENGINE},
     "binding": {
-        *("base", "transport", "collective", "cuda", "device", "ffi", "mpi", *ENGINE)
+        *("base", "transport", "collective", "cuda", "device", "ffi", "mpi", *ENGINE),
+        "exact",
     },
 }
 

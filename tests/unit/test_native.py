@@ -185,6 +185,31 @@ def test_outputs_of_another_size_or_dtype_are_refused() -> None:
     assert not room.any()
 
 
+def test_leaves_are_added_exactly_or_refused() -> None:
+    values = [np.array([1.5, -2.0], np.float32), np.array([0.25], np.float64)]
+    numbers = (_native.DTYPES["f32"], _native.DTYPES["f64"])
+    leaves = [
+        (x.ctypes.data, number, x.shape)
+        for x, number in zip(values, numbers, strict=True)
+    ]
+    sums, checksum = np.zeros(3, np.int64), np.zeros(2, np.uint64)
+    _native.exact_add(leaves, [-1, -2], 60, sums, checksum)
+    _native.exact_add([(0, *leaves[0][1:]), leaves[1]], [-1, -2], 60, sums, checksum)
+    assert sums.tolist() == [3, -4, 2]
+    assert checksum.tolist() == [1, 3 - 3 * 4 + 5 * 2]
+    for units, ins, text in (
+        ([-1], leaves, "do not fit the units"),
+        ([-1, -2], leaves[:1], "do not fit the units"),
+        ([-1], [(0, _native.DTYPES["i32"], (3,))], "has no floats"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            _native.exact_add(ins, units, 60, sums, checksum)
+    with pytest.raises(ValueError, match="too large for the unit of its leaf"):
+        _native.exact_add(leaves, [-60, -2], 60, sums, checksum)
+    with pytest.raises(TypeError, match="incompatible"):
+        _native.exact_add(leaves, [-1, -2], 60, sums.astype(np.int32), checksum)
+
+
 def test_only_outputs_need_to_be_writable() -> None:
     data, out = np.full(3, 2, np.int32), np.zeros(3, np.int32)
     data.flags.writeable = False

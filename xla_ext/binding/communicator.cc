@@ -62,7 +62,8 @@ DType DTypeOf(const nb::dlpack::dtype& type) {
 uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>& ins,
              const std::vector<Output>& outs, const std::vector<int64_t>& counts,
              int root, int wire, double prescale, double postscale,
-             const std::string& name, const std::vector<std::string>& names) {
+             const std::string& name, const std::vector<std::string>& names,
+             double timeout) {
   if (ins.size() != outs.size())
     throw nb::value_error("ringjax: as many `outs` as `ins` are needed");
   Call call;
@@ -71,6 +72,7 @@ uint32_t Run(Communicator& self, int op, int reduce_op, const std::vector<Input>
   call.postscale = postscale;
   call.root = root;
   call.rows = counts;
+  call.timeout = timeout;
   const std::string joined = Joined(names);
   call.name = name;
   call.names = joined;
@@ -463,7 +465,7 @@ void BindHostCommunicator(nb::module_& m) {
       .def("execute", &Run, "op"_a, "reduce_op"_a, "ins"_a, "outs"_a, nb::kw_only(),
            "counts"_a = std::vector<int64_t>(), "root"_a = 0, "wire"_a = -1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "name"_a = "",
-           "names"_a = std::vector<std::string>())
+           "names"_a = std::vector<std::string>(), "timeout"_a = -1.0)
       .def(
           "abort",
           [](Communicator& c, const std::string& message, int rank) {

@@ -328,6 +328,7 @@ NB_MODULE(_native, m) {
   BindSchedules(m);
   BindDevice(m);
   BindEager(m);
+  BindExact(m);
   BindPlainCalls(m);
   BindTensorFlow(m);
   BindJaxGroups(m);

@@ -20,6 +20,7 @@ void BindHostCommunicator(nanobind::module_& m);
 void BindSchedules(nanobind::module_& m);   // algorithms, schedule, verify
 void BindDevice(nanobind::module_& m);      // CUDA and NCCL
 void BindEager(nanobind::module_& m);       // named operations
+void BindExact(nanobind::module_& m);       // exact sums of floats
 void BindPlainCalls(nanobind::module_& m);  // calls that avoid Python
 void BindRecorder(nanobind::module_& m);    // events and totals of the calls
 void BindTensorFlow(nanobind::module_& m);  // tensors of TensorFlow's kernels

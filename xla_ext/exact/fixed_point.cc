@@ -20,6 +20,7 @@
 #endif
 
 #include "base/cpu_level.h"
+#include "base/failpoint.h"
 #include "base/float_mode.h"
 #include "base/half_blocks.h"
 #include "base/reduce_kernels.h"
@@ -294,6 +295,16 @@ Added Add(const void* values, DType dtype, size_t n, int unit, int width,
   AddHalves(static_cast<const uint16_t*>(values), dtype, n, terms, sums, &found);
   return dtype == DType::kF16 ? Counted<Half>(values, n, limit, found)
                               : Counted<BFloat16>(values, n, limit, found);
+}
+
+void AddLeaf(void* values, DType dtype, size_t n, size_t index, int unit, int width,
+             uint64_t first, const Accumulator& to) {
+  FlipAtFailpoint(Failpoint::kExactGradient, values, n * Width(dtype));
+  const Added added = Add(values, dtype, n, unit, width, first, to.sums + first);
+  to.counts[index][0] += static_cast<int32_t>(added.too_large);
+  to.counts[index][1] += static_cast<int32_t>(added.not_finite);
+  to.tops[index] = std::max(to.tops[index], added.top);
+  *to.checksum += added.checksum;
 }
 
 Checksum Check(const int64_t* sums, size_t n, uint64_t first) {

@@ -45,6 +45,21 @@ struct Added {
 Added Add(const void* values, DType dtype, size_t n, int unit, int width,
           uint64_t first, int64_t* sums);
 
+// The sum of some pieces, in memory of the caller; see Accumulator in
+// ringjax/exact/accumulator.py. Leaf i has counts[i] (too large, not finite) and
+// tops[i].
+struct Accumulator {
+  int64_t* sums;
+  int32_t (*counts)[2];
+  float* tops;
+  Checksum* checksum;
+};
+
+// Adds the `n` values of leaf `index`, whose first element has the place `first`.
+// `values` are changed only by the failpoint exact.gradient.
+void AddLeaf(void* values, DType dtype, size_t n, size_t index, int unit, int width,
+             uint64_t first, const Accumulator& to);
+
 Checksum Check(const int64_t* sums, size_t n, uint64_t first);
 
 // Writes the sums times 2^unit / pieces: rounded to double, then the product, then to

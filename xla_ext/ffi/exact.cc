@@ -4,12 +4,10 @@
 // Operands: the accumulator's words, counts, largest magnitudes and checksum, then the
 // units of the leaves, then the leaves. The results are the accumulator, in the memory
 // of the operands.
-#include <algorithm>
 #include <cstring>
 #include <optional>
 #include <string>
 
-#include "base/failpoint.h"
 #include "exact/fixed_point.h"
 #include "ffi/handlers.h"
 #include "ffi/invocation.h"
@@ -34,30 +32,9 @@ std::optional<DType> FloatType(ffi::DataType type) {
   }
 }
 
-// An accumulator in memory; see Accumulator in ringjax/exact/accumulator.py.
-struct Parts {
-  int64_t* sums;
-  int32_t (*counts)[2];
-  float* tops;
-  exact::Checksum* checksum;
-};
-
 ffi::Error Unreadable() {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument,
                     "ringjax.exact_add: an operand is unreadable");
-}
-
-// Adds leaf `index`, whose place is `first`.
-void AddLeaf(const ffi::AnyBuffer& leaf, DType dtype, size_t index, int unit, int width,
-             uint64_t first, const Parts& to) {
-  FlipAtFailpoint(Failpoint::kExactGradient, leaf.untyped_data(), leaf.size_bytes());
-  const exact::Added added =
-      exact::Add(leaf.untyped_data(), dtype, leaf.element_count(), unit, width, first,
-                 to.sums + first);
-  to.counts[index][0] += static_cast<int32_t>(added.too_large);
-  to.counts[index][1] += static_cast<int32_t>(added.not_finite);
-  to.tops[index] = std::max(to.tops[index], added.top);
-  *to.checksum += added.checksum;
 }
 
 ffi::Error ExactAdd(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t width) {
@@ -70,9 +47,9 @@ ffi::Error ExactAdd(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wi
     if (parts[i] != in->untyped_data() && in->size_bytes() > 0)
       std::memcpy(parts[i], in->untyped_data(), in->size_bytes());
   }
-  const Parts to{static_cast<int64_t*>(parts[0]), static_cast<int32_t (*)[2]>(parts[1]),
-                 static_cast<float*>(parts[2]),
-                 static_cast<exact::Checksum*>(parts[3])};
+  const exact::Accumulator to{
+      static_cast<int64_t*>(parts[0]), static_cast<int32_t (*)[2]>(parts[1]),
+      static_cast<float*>(parts[2]), static_cast<exact::Checksum*>(parts[3])};
   const auto units = args.get<ffi::Buffer<ffi::S32>>(kParts);
   if (!units.has_value() || args.size() != kParts + 1 + units->element_count())
     return Unreadable();
@@ -82,8 +59,8 @@ ffi::Error ExactAdd(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t wi
     if (!leaf.has_value()) return Unreadable();
     const auto dtype = FloatType(leaf->element_type());
     if (!dtype) return Unreadable();
-    AddLeaf(*leaf, *dtype, i, units->typed_data()[i], static_cast<int>(width), first,
-            to);
+    exact::AddLeaf(leaf->untyped_data(), *dtype, leaf->element_count(), i,
+                   units->typed_data()[i], static_cast<int>(width), first, to);
     first += leaf->element_count();
   }
   return ffi::Error::Success();
