@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from ringjax.runtime import refuse_groups as _refuse_groups
 from ringjax.torch.compression import Compression as Compression
+from ringjax.torch.exact import exact_allreduce as exact_allreduce
+from ringjax.torch.exact_gradients import ExactGradients as ExactGradients
 from ringjax.torch.functions import allgather_object as allgather_object
 from ringjax.torch.functions import broadcast_object as broadcast_object
 from ringjax.torch.functions import (

@@ -62,6 +62,10 @@ SHORT_RUNS = {
         ["--steps", "50"],
         r"step   50 .* loss \d.*\n(.*\n)*.*result: SHA-256 [0-9a-f]{64} after 50 steps",
     ),
+    "torch_same_bits.py": (
+        ["--steps", "50"],
+        r"step   50 .* loss \d.*\n(.*\n)*.*result: SHA-256 [0-9a-f]{64} after 50 steps",
+    ),
     "torch_elastic.py": (
         ["--epochs", "1", "--pause", "0"],
         r"step   20 .* images  loss \d.*\n(.*\n)*.*result: \d+\.\d+% after \d+ steps",
