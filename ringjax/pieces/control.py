@@ -44,9 +44,9 @@ class Control(NamedTuple):
     def of(words: Words, pieces: int) -> Control:
         """Returns the parts of control words."""
         places = places_in(len(words), pieces)
-        ends = np.cumsum([pieces, places, places, _VOTES])
-        done, here, times, votes, states = np.split(words, ends)
-        votes, states = votes.reshape(-1, 4), states.reshape(-1, 2)
+        done, rest = words[:pieces], words[pieces:]  # np.split takes 17 us
+        here, times, rest = rest[:places], rest[places : 2 * places], rest[2 * places :]
+        votes, states = rest[:_VOTES].reshape(-1, 4), rest[_VOTES:].reshape(-1, 2)
         return Control(words, done, here, times, votes, states)
 
     @staticmethod

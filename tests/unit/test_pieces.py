@@ -19,6 +19,7 @@ from ringjax.pieces.shares import (
     pieces_of,
     share_of_missing,
 )
+from ringjax.pieces.signature import Signature
 
 
 @pytest.fixture(autouse=True)
@@ -310,6 +311,14 @@ def test_other_shapes_of_data_are_named(other, text) -> None:
 def test_data_that_are_no_arrays_are_named() -> None:
     with pytest.raises(TypeError, match="`load` returned 'name' as str, expected an "):
         make().init(jnp.zeros(3), lambda n, p: {"x": load(n, p), "name": "a"})
+
+
+def test_data_that_jax_converts_to_one_dtype_are_alike() -> None:
+    signature = Signature({"x": np.zeros(2, "f4"), "scale": 1.0})
+    signature.check({"x": np.zeros(2, "f8"), "scale": 2.5}, 0, 1)
+    signature.check({"x": jnp.zeros(2), "scale": np.float32(0)}, 0, 1)
+    with pytest.raises(ValueError, match="'scale' as int32.*before as float32"):
+        signature.check({"x": np.zeros(2, "f4"), "scale": 1}, 0, 1)
 
 
 def test_the_step_is_refused_inside_of_jit_and_vmap() -> None:
