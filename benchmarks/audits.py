@@ -1,10 +1,12 @@
-"""Counts flips that audits of `ringjax.pieces.step` find, and measures their cost.
+"""Counts flips that `ringjax.pieces.step` finds, and measures the cost of its audits.
 
 Run `python -m benchmarks.audits MODE`. flips: makes one step twice, the second time
-with a random bit of random memory flipped on a random rank, and counts the flips that
-were found, whether the right rank was named, and the flips that changed a result and
-were not found. alarms: counts errors in many steps without a flip. cost: measures the
-time of steps with audits and without, in turns.
+with a random bit of random memory flipped on a random rank, in an audited computation
+or in an exchange, and counts the flips that were found, whether the right rank was
+named, and the flips that changed a result and were not found. alarms: counts errors in
+many steps without a flip. exchanges: counts errors, repetitions and wrong results of
+many exchanges without a flip. cost: measures the time of steps with audits and without,
+in turns.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ import optax
 import ringjax
 from benchmarks.harness import jobs
 from ringjax import _native, failpoints
+from ringjax.collectives.exchange import exchange
 from ringjax.errors import RingjaxError
 from ringjax.pieces.audit import default_steps, duties
 from ringjax.pieces.bits import hash_words
 
 PIECES = 12
-POINTS = ("pieces.parameter", "exact.gradient")
+EXCHANGE_POINTS = ("exact.send", "exact.sum", "exact.result")
+POINTS = ("pieces.parameter", "exact.gradient", *EXCHANGE_POINTS)
 
 
 def load(number: int, piece: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,11 +89,12 @@ def _arm(point: str, number: int, draw: random.Random) -> int:
     """Arms a flip of a random bit in one of the audited computations of a step."""
     size, bit = ringjax.size(), draw.randrange(10**8)
     victim = draw.randrange(size)
-    leaf = draw.randrange(1, 5)  # three weights and the loss are added one by one
+    # Three weights and the loss are added one by one, and exchanged together.
+    passage = 1 if point in EXCHANGE_POINTS else draw.randrange(1, 5)
     if point == "exact.gradient":
         victim = draw.choice(duties(number, [PIECES // size] * size).voters)
     if ringjax.rank() == victim and point in failpoints.NATIVE:
-        _native.arm_failpoint(point, "flip", bit, leaf)
+        _native.arm_failpoint(point, "flip", bit, passage)
     elif ringjax.rank() == victim:
         failpoints.arm(f"{point}=flip({bit})#1", victim)
     return victim
@@ -99,7 +104,14 @@ def _outcome(step: Any, training: Any, right: Any, victim: int) -> str:
     try:
         wrong, _ = step(training, load)
     except RingjaxError as error:
-        return "right rank named" if error.rank == victim else "found, another named"
+        # Two ranks that differ cannot tell which of them is wrong.
+        others = {victim: "right rank named", -1: "found, none named"}
+        return others.get(error.rank, "found, another named")
+    except jax.errors.JaxRuntimeError as error:
+        ringjax.shutdown()  # a failed exchange ends a job that is not elastic
+        ringjax.init()
+        named = f"rank {victim} has sums that do not fit" in str(error)
+        return "right rank named" if named else f"found, another named: {error}"
     differs = bool((hash_words(wrong) != hash_words(right)).any())
     changed = ringjax.eager.allreduce(np.array(int(differs)), ringjax.Sum) > 0
     return "changed a result, and MISSED" if changed else "changed no result"
@@ -110,6 +122,48 @@ def alarms(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.trials):
         training, _ = step(training, load)  # an alarm would end the job
     return {"steps": options.trials, "alarms": 0}
+
+
+def exchanges(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes `--trials` exchanges in compiled loops."""
+    count, pieces = 1000, ringjax.size()
+    sums = np.random.default_rng(ringjax.rank()).integers(-(2**50), 2**50, count)
+    words = sums.view(np.uint64)
+    weights = 2 * np.arange(count, dtype=np.uint64) + np.uint64(1)
+    checksum = np.array([words.sum(), (words * weights).sum()], np.uint64)
+    given = jnp.asarray(words.view(np.uint32).reshape(-1, 2))
+    given_checksum = jnp.asarray(checksum.view(np.uint32))
+    numbers = jnp.arange(20, dtype=jnp.int32)
+
+    def call() -> Any:
+        units = jnp.array([-40], jnp.int32)
+        arguments = (given, numbers, numbers, units, given_checksum)
+        return exchange(*arguments, sizes=[count], pieces=pieces)
+
+    @jax.jit
+    def run(times: int, right: Any) -> Any:
+        def body(_: int, wrong: Any) -> Any:
+            same = jax.tree.map(lambda x, y: (x == y).all(), call(), right)
+            return wrong + ~jnp.stack(same).all()
+
+        return jax.lax.fori_loop(0, times, body, jnp.int32(0))
+
+    total = ringjax.eager.allreduce(sums, ringjax.Sum)
+    right = call()
+    mean = (total.astype(np.longdouble) * 2.0**-40 / pieces).astype(np.float32)
+    assert (np.asarray(right[0]) == mean).all()
+    before, wrong = _sent_bytes(), int(run(1, right))
+    of_one = _sent_bytes() - before
+    turns = [min(10_000, options.trials - i) for i in range(0, options.trials, 10_000)]
+    wrong += sum(int(run(turn, right)) for turn in turns)  # an alarm would end the job
+    repeated = (_sent_bytes() - before) / of_one - 1 - options.trials
+    return {"exchanges": options.trials, "repeated": repeated, "wrong results": wrong}
+
+
+def _sent_bytes() -> int:
+    sets: Any = ringjax.stats()["process_sets"]
+    sent: int = sets[0]["compiled"]["exchange"]["sent_bytes"]
+    return sent
 
 
 def cost(options: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +192,7 @@ def _turn(step: Any, training: Any, steps: int) -> Callable[[], float]:
     return run
 
 
-MODES = {"flips": flips, "alarms": alarms, "cost": cost}
+MODES = {"flips": flips, "alarms": alarms, "exchanges": exchanges, "cost": cost}
 
 
 def main() -> None:
