@@ -197,8 +197,9 @@ mutants: $(VENV)/installed-cmake  ## small mistakes in the native core, which it
 
 # --program eager --every 0.3 --pause 0.005: the most failures an hour.
 SOAK_OPTIONS ?= --hours 8
-soak: $(VENV)/installed-test  ## all simulated elastic jobs, then hours of ranks killed in a real one
-	cd tests && ../$(BIN)/python -m simulation --all && ../$(BIN)/python -m chaos $(SOAK_OPTIONS)
+soak: $(VENV)/installed-test  ## all simulated elastic jobs, the same bits under faults, then hours of ranks killed in a real job
+	cd tests && ../$(BIN)/python -m simulation --all && ../$(BIN)/python -m chaos.same_bits && \
+	  ../$(BIN)/python -m chaos $(SOAK_OPTIONS)
 
 wheel: $(VENV)/installed-test  ## build the wheel and try it outside the checkout
 	rm -rf dist build/outside

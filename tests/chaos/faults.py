@@ -20,10 +20,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from support import leaks, strangers
 from support.launch import Job, StartJob
@@ -76,6 +76,27 @@ class CheckResult:
     smallest: int = 0
 
 
+class StepByStep(Protocol):
+    """The training in one process, with which a chaos test compares its job."""
+
+    def step(self, workers: list[int]) -> str:
+        """Makes the next step with `workers`; returns the digest of the parameters."""
+
+
+def jax_replay() -> StepByStep:
+    """Returns the training of program.py."""
+    from chaos.model import Replay
+
+    return Replay()
+
+
+def eager_replay() -> StepByStep:
+    """Returns the training of eager_program.py."""
+    from chaos.numpy_model import Replay
+
+    return Replay()
+
+
 FATAL_KINDS = ("kill", "term", "memory")
 
 
@@ -96,6 +117,8 @@ class ChaosJob:
         arguments: additional command line arguments of the program.
         interval: seconds between two looks at the traces. With hundreds of workers, a
             look takes some 10 ms.
+        replay: makes the training with which the job is compared, if the program is
+            neither program.py nor eager_program.py.
     """
 
     def __init__(
@@ -110,9 +133,13 @@ class ChaosJob:
         slots: int = 0,
         arguments: Sequence[str] = (),
         interval: float = 0.01,
+        replay: Callable[[], StepByStep] | None = None,
     ) -> None:
         self.folder, self.np, self.program = folder, np, program
         self.interval = interval
+        self._replay = replay or (
+            eager_replay if program == EAGER_PROGRAM else jax_replay
+        )
         hosts = ["-H", f"localhost:{slots}"] if slots else []
         self.faults: list[Fault] = []
         self.job: Job = start_job(
@@ -278,7 +305,7 @@ class ChaosJob:
         assert code == 0, (
             f"ringrun ended with {code}; {self.faults[-9:]}\n{self.logs()}"
         )
-        result = check(self.folder, self.faults, eager=self.program == EAGER_PROGRAM)
+        result = check(self.folder, self.faults, self._replay())
         # ringrun would also replace a worker that failed with an error of its own. In
         # these tests an error is a bug, except the MemoryError of a "memory" fault.
         full = {str(fault.worker) for fault in self.faults if fault.kind == "memory"}
@@ -341,14 +368,16 @@ class TraceReader:
 
 
 def check(
-    folder: Path, faults: list[Fault] | tuple[Fault, ...] = (), *, eager: bool = False
+    folder: Path,
+    faults: list[Fault] | tuple[Fault, ...] = (),
+    replay: StepByStep | None = None,
 ) -> CheckResult:
     """Computes all steps again and compares them with the traces.
 
     Args:
         folder: the folder of the traces.
         faults: the faults that were injected.
-        eager: whether the workers ran eager_program.py.
+        replay: the training in one process; None for that of program.py.
 
     Raises:
         AssertionError: if a step is missing, was made twice, or differs between workers
@@ -363,7 +392,7 @@ def check(
     count = len(by_step)
     missing = sorted(set(range(max(by_step, default=-1) + 1)) - set(by_step))
     assert not missing, f"steps {missing[:9]} of {count} were completed by nobody"
-    _replay(by_step, eager)
+    _compare(by_step, replay or jax_replay())
     sizes = [len(next(iter(by_step[s].values()))["workers"]) for s in range(count)]
     result = CheckResult(count, largest=max(sizes), smallest=min(sizes))
     kills = [fault for fault in faults if fault.kind == "kill"]
@@ -392,13 +421,7 @@ def _check_order(worker: int, trace: list[dict[str, Any]]) -> None:
         )
 
 
-def _replay(by_step: dict[int, dict[int, dict[str, Any]]], eager: bool) -> None:
-    if eager:
-        from chaos.numpy_model import Replay
-    else:
-        from chaos.model import Replay  # type: ignore[assignment]
-
-    replay = Replay()
+def _compare(by_step: dict[int, dict[int, dict[str, Any]]], replay: StepByStep) -> None:
     for step in range(len(by_step)):
         here = by_step[step]
         workers, *others = {tuple(line["workers"]) for line in here.values()}
