@@ -25,6 +25,8 @@ from ringjax.torch.exact_pieces import (
     add_pieces,
     check_tensor,
 )
+from ringjax.torch.reducer import is_reduced
+from ringjax.torch.sync_batch_norm import SyncBatchNorm
 
 _OP = "ringjax.torch.ExactGradients"
 
@@ -76,6 +78,12 @@ class ExactGradients:
         check_pieces(_OP, pieces)
         for name, parameter in model.named_parameters():
             check_tensor(f"{_OP}: parameter {name!r}", parameter)
+        for name, module in model.named_modules():
+            if isinstance(module, SyncBatchNorm | torch.nn.SyncBatchNorm):
+                raise TypeError(
+                    f"{_OP}: module {name!r} is a SyncBatchNorm, whose results depend "
+                    "on the ranks; use BatchNorm"
+                )
         self._model, self._pieces, self._buffers = model, pieces, Buffers(model)
         # The places that share the pieces, equal on all ranks. A place whose rank is
         # lost stays out until all ranks agree on a new plan.
@@ -96,6 +104,7 @@ class ExactGradients:
         loop ends.
 
         Raises:
+            ValueError: a `DistributedOptimizer` has the parameters.
             RuntimeError: a piece has no gradients, or buffers have no mean.
             TypeError: a gradient is sparse.
             HorovodInternalError: a rank is lost, the ranks' parameters differ in their
@@ -113,6 +122,12 @@ class ExactGradients:
             if parameter.requires_grad
         ]
         parameters = [parameter for _, parameter in named]
+        for name, parameter in named:
+            if is_reduced(parameter):
+                raise ValueError(
+                    f"{_OP}: {name} is reduced by a DistributedOptimizer, too, in an "
+                    "order that changes its bits; use the plain optimizer"
+                )
         leaves = [*named, *self._buffers.begin()]
         layout = PieceLayout(
             _OP, [name for name, _ in leaves], [x.shape for _, x in leaves]

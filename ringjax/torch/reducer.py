@@ -457,6 +457,15 @@ def _queue_callback(action: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
+def is_reduced(parameter: Tensor) -> bool:
+    """Returns whether a distributed optimizer reduces the parameter's gradients."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(
+        isinstance(hook, partial) and hook.func is _call and hook.args[0]() is not None
+        for hook in hooks.values()
+    )
+
+
 def _call(owner: weakref.ref[Reducer], method: str, *arguments: object) -> None:
     """Calls a method if `owner` still exists: hooks may outlive their optimizer."""
     if (reducer := owner()) is not None:

@@ -326,6 +326,17 @@ def test_ranks_that_would_compute_other_bits_are_named(world) -> None:
     assert model.w.grad.tolist() == [1.0, 1.0] and model.calls == 1
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_distributed_optimizer_is_refused(world) -> None:
+    model = Weight()
+    exact = hvd.ExactGradients(model, pieces=2)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    distributed = hvd.DistributedOptimizer(plain, model.named_parameters())
+    with raises(ValueError, "the gradient of 'w' is reduced by a DistributedOptimizer"):
+        list(exact.pieces())
+    assert model.w.grad is None and distributed is not plain
+
+
 @pytest.mark.ranks(1)
 def test_several_threads_are_warned_of(world, capfd) -> None:
     model = Weight()
@@ -365,5 +376,8 @@ def test_models_and_loops_that_are_refused(world) -> None:
         hvd.ExactGradients(model.to("meta"), pieces=1)
     with raises(TypeError, "`model` is a list, expected a torch.nn.Module"):
         hvd.ExactGradients([model.w], pieces=1)
+    with raises(TypeError, "module '1' is a SyncBatchNorm"):
+        norm = torch.nn.Sequential(torch.nn.Linear(1, 2), hvd.SyncBatchNorm(2))
+        hvd.ExactGradients(norm, pieces=1)
     with raises(ValueError, "`pieces` is 0"):
         hvd.ExactGradients(table, pieces=0)
