@@ -24,6 +24,7 @@ from ringjax._native import Communicator, StatusError
 
 ALLREDUCE = _native.COLLECTIVES["allreduce"]
 ALLGATHER = _native.COLLECTIVES["allgather"]
+ALLTOALL = _native.COLLECTIVES["alltoall"]
 SUM = _native.REDUCE_OPS["Sum"]
 
 
@@ -173,6 +174,9 @@ def test_outputs_of_another_size_or_dtype_are_refused() -> None:
         communicator.execute(ALLGATHER, SUM, [data], [room], counts=[3])
     with pytest.raises(StatusError, match="row counts say 4 rows"):
         communicator.execute(ALLGATHER, SUM, [data], [data], counts=[4])
+    for op, counts in ((ALLGATHER, [3, 0]), (ALLTOALL, [3, 0, 3, 0])):
+        with pytest.raises(StatusError, match=r"\(for 2, and there are 1 now\)"):
+            communicator.execute(op, SUM, [data], [data], counts=counts)
     with pytest.raises(StatusError, match="another number of ranks"):
         communicator.execute(ALLGATHER, SUM, [data], [data])
     with pytest.raises(ValueError, match="different element types"):

@@ -78,11 +78,14 @@ Status CheckCall(const Call& call, int rank, int size) {
   if (call.op == Collective::kAllgather || call.op == Collective::kReducescatter)
     per_tensor = p;
   if (call.op == Collective::kAlltoall) per_tensor = 2 * p;
-  if (call.rows.size() != per_tensor * call.tensors.size())
+  if (call.rows.size() != per_tensor * call.tensors.size()) {
+    // An alltoall has two counts for each rank and tensor, an allgather has one.
+    const size_t per_rank = std::max<size_t>(1, per_tensor / p * call.tensors.size());
     return Status(Code::kFailedPrecondition,
-                  "compiled for another number of ranks (" +
-                      std::to_string(call.rows.size()) + " row counts, " +
-                      std::to_string(size) + " ranks now): trace it again");
+                  "compiled for another number of ranks (for " +
+                      std::to_string(call.rows.size() / per_rank) + ", and there are " +
+                      std::to_string(size) + " now): trace it again");
+  }
   if (call.op == Collective::kBroadcast && (call.root < 0 || call.root >= size))
     return Invalid("root_rank=" + std::to_string(call.root) + " is not in 0.." +
                    std::to_string(size - 1));
