@@ -23,7 +23,7 @@ Status Damaged() {
   return Status(Code::kUnavailable, "shared memory is damaged: impossible byte count");
 }
 
-Status Closed() { return Status(Code::kUnavailable, "the peer closed the link"); }
+Status Closed() { return Status(Code::kUnavailable, "has closed the link"); }
 
 }  // namespace
 

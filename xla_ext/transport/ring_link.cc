@@ -94,7 +94,7 @@ void RingLink::PublishRead() {
 Status RingLink::WriteState() const {
   if (out_.broken())
     return Status(Code::kUnavailable, "shared memory is damaged: impossible position");
-  if (HasPeerClosed()) return Status(Code::kUnavailable, "the peer closed the link");
+  if (HasPeerClosed()) return Status(Code::kUnavailable, "has closed the link");
   return OkStatus();
 }
 
@@ -107,7 +107,7 @@ Status RingLink::ReadState() {
   if (in_.broken())
     return Status(Code::kUnavailable, "shared memory is damaged: impossible position");
   if (closed && available == seen)
-    return Status(Code::kUnavailable, "the peer closed the link");
+    return Status(Code::kUnavailable, "has closed the link");
   return OkStatus();
 }
 

@@ -131,7 +131,7 @@ Status SharedSegment::Poll(Counter counter, int rank, uint64_t value, uint64_t m
                   rank);
   *known = now;
   if (now < value && closed)
-    return Status(Code::kUnavailable, "the peer closed the link", rank);
+    return Status(Code::kUnavailable, "has closed the link", rank);
   return OkStatus();
 }
 

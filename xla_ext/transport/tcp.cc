@@ -151,7 +151,7 @@ size_t TcpLink::Send(size_t bytes) {
 size_t TcpLink::Receive(size_t bytes) {
   if (!in_.broken.ok() || bytes == 0) return 0;
   const ssize_t n = sockets_[Index(in_)].Receive(message_);
-  if (n == 0) in_.broken = Status(Code::kUnavailable, "the peer closed the connection");
+  if (n == 0) in_.broken = Status(Code::kUnavailable, "has closed the connection");
   if (n < 0 && !WouldBlock(errno)) in_.broken = SocketError("receive", errno);
   if (n <= 0) return 0;
   in_.bytes += static_cast<uint64_t>(n);
