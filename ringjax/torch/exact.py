@@ -58,6 +58,7 @@ def exact_allreduce(
         >>> hvd.exact_allreduce(losses, pieces=4, like=[torch.zeros(())])
         [tensor(0.7500)]
     """
+    name = lane.check_name("exact_allreduce", name)
     layout = _layout(lane.title("exact_allreduce", name), tensors, pieces, like)
     done = np.zeros(pieces, np.int32)
     done[list(tensors)] = 1

@@ -5,7 +5,6 @@ The pieces of a step are those of `ringjax.pieces`, for PyTorch's own training l
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ringjax import runtime, stderr
-from ringjax.eager.objects import allgather_object
 from ringjax.elastic.place import Place, current_place
-from ringjax.errors import InvalidArgument, Mismatch
 from ringjax.torch.exact import check_pieces, wrong_pieces
 from ringjax.torch.exact_buffers import Buffers
 from ringjax.torch.exact_pieces import (
@@ -129,9 +126,8 @@ class ExactGradients:
                     "order that changes its bits; use the plain optimizer"
                 )
         leaves = [*named, *self._buffers.begin()]
-        layout = PieceLayout(
-            _OP, [name for name, _ in leaves], [x.shape for _, x in leaves]
-        )
+        names, shapes = [name for name, _ in leaves], [x.shape for _, x in leaves]
+        layout = PieceLayout(_OP, names, shapes, _kernels())
         try:
             means = yield from self._complete(layout, parameters, place)
         except BaseException:
@@ -170,13 +166,7 @@ class ExactGradients:
         control = np.zeros(self._pieces + place.count, np.int32)
         control[list(held)] = 1
         control[self._pieces + place.index] = 1
-        # The maximum of ~x is ~(the minimum of x): the ranks' texts are equal if the
-        # maximum and the minimum of their hashes are.
-        code = np.array([zlib.crc32(_kernels().encode())], np.uint32).view(np.int32)
-        words = np.concatenate([code, ~code])
-        total = add_pieces(layout, held, self._pieces, control, words)
-        if total.maxima[0] != ~total.maxima[1]:
-            raise _other_kernels()
+        total = add_pieces(layout, held, self._pieces, control)
         done, present = np.split(total.control, [self._pieces])
         return total._replace(control=done), np.flatnonzero(present).tolist()
 
@@ -208,20 +198,6 @@ def _kernels() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"PyTorch {torch.__version__}, {capability}, {threads} threads"
-
-
-def _other_kernels() -> Mismatch | InvalidArgument:
-    """Returns the error for ranks that would compute other bits. All ranks call it.
-
-    An elastic job goes on without ranks that differ from the first rank, because
-    InvalidArgument ends them.
-    """
-    texts = allgather_object(_kernels(), f"{_OP}.kernels")
-    ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-    return (Mismatch if texts[0] == _kernels() else InvalidArgument)(
-        f"{_OP}: ranks would compute different bits ({ranks}); use one version of "
-        "PyTorch, one kind of CPU, and torch.set_num_threads(1) on all ranks"
-    )
 
 
 def _warn_of_threads() -> None:

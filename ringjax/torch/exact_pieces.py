@@ -9,7 +9,9 @@ magnitude of each tensor, which gives a unit that fits, and nothing is repeated.
 
 from __future__ import annotations
 
+import itertools
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ringjax import _native, errors, runtime
 from ringjax.eager import dtypes, result_memory
+from ringjax.eager.objects import allgather_object
 from ringjax.torch.tensors import prepare
 from ringjax.world.process_set import ProcessSet, global_process_set
 
@@ -35,11 +38,21 @@ _NO_NUMBERS: Array = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class PieceLayout:
-    """The names and shapes of a piece's tensors, which are equal on all ranks."""
+    """The names and shapes of a piece's tensors, which are equal on all ranks.
+
+    `kernels` describes what decides the bits of the tensors on this rank.
+    """
 
     op: str
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
+    kernels: str = ""
+
+    def texts(self, count: int) -> list[str]:
+        """Returns what must be equal on all ranks, with the number of pieces."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        tensors = [f"{name} of shape {list(shape)}" for name, shape in pairs]
+        return [self.kernels, self.op, f"{count} pieces", *tensors]
 
     @property
     def sizes(self) -> list[int]:
@@ -80,12 +93,10 @@ class Total(NamedTuple):
     Attributes:
         means: the mean of each tensor as float32; None if no piece of any rank uses it.
         control: the sums of the control numbers.
-        maxima: the maxima of the numbers that were given for it.
     """
 
     means: list[Tensor | None]
     control: Array
-    maxima: Array
 
 
 def check_tensor(what: str, tensor: object) -> None:
@@ -112,20 +123,17 @@ def add_pieces(
     pieces: Mapping[int, Piece],
     count: int,
     control: Array,
-    maxima: Array = _NO_NUMBERS,
     process_set: ProcessSet = global_process_set,
 ) -> Total:
     """Adds the pieces of all ranks, and divides by `count`. All ranks call it together.
 
-    `control` and `maxima` are int32, to be added and compared over the ranks on the
-    way. The native core verifies checksums of the sums (exact_exchange.h).
+    `control` is int32, to be added over the ranks on the way. The native core verifies
+    checksums of the sums (exact_exchange.h).
 
     Raises:
-        HorovodInternalError: the ranks' calls differ, or a rank is lost.
+        HorovodInternalError: the ranks' layouts or counts differ, or a rank is lost.
     """
-    bits = _largest(pieces, len(layout.names))
-    outs = [np.empty_like(bits)]
-    (bits,) = _run("allreduce", layout, [bits], outs, process_set, reduce_op="Max")
+    bits = _agreed(layout, _largest(pieces, len(layout.names)), count, process_set)
     used = np.flatnonzero(bits >= 0).tolist()
     layout = layout.part(used)
     own = [[piece[i] for i in used] for piece in pieces.values()]
@@ -134,7 +142,7 @@ def add_pieces(
     units = np.maximum(exponents + 1 - width, _LOWEST_UNIT).astype(np.int32)
     sums, checksum = _add_up(layout, own, units.tolist(), width)
     means = result_memory.empty(sums.shape, np.dtype(np.float32))
-    ins = [sums, control, maxima, units, checksum.view(np.uint32)]
+    ins = [sums, control, _NO_NUMBERS, units, checksum.view(np.uint32)]
     outs = [means, *(x.copy() for x in ins[1:])]
     counts = [count, *layout.sizes]
     _run("exchange", layout, ins, outs, process_set, counts=counts)
@@ -143,7 +151,59 @@ def add_pieces(
     for i, shape, tensor in zip(used, layout.shapes, tensors, strict=True):
         finite = bits[i] < _INFINITY
         found[i] = (tensor if finite else tensor.fill_(math.nan)).view(shape)
-    return Total(found, outs[1], outs[2])
+    return Total(found, outs[1])
+
+
+def _agreed(
+    layout: PieceLayout, bits: Array, count: int, process_set: ProcessSet
+) -> Array:
+    """Returns the maxima of `bits` over the ranks, after a comparison of the layouts.
+
+    The core would add tensors of equal sizes whose names or shapes differ.
+    """
+    texts = "\n".join(layout.texts(count)).encode()
+    code = np.array([zlib.crc32(texts)], np.uint32).view(np.int32)
+    # The maximum of ~x is ~(the minimum of x): all hashes are equal if the maximum and
+    # the minimum are.
+    words = np.concatenate([bits, code, ~code])
+    outs = [np.empty_like(words)]
+    try:
+        _run("allreduce", layout, [words], outs, process_set, reduce_op="Max")
+    except errors.Mismatch:  # all ranks have it: the numbers of tensors differ
+        raise _disagreement(layout, count, process_set) from None
+    *_, most, least = outs[0]
+    if most != ~least:
+        raise _disagreement(layout, count, process_set)
+    return outs[0][:-2]
+
+
+def _disagreement(
+    layout: PieceLayout, count: int, process_set: ProcessSet
+) -> errors.RingjaxError:
+    """Returns the error that names what differs. All ranks of the set call it.
+
+    An elastic job goes on without ranks whose kernels differ from those of the first
+    rank, because InvalidArgument ends them.
+    """
+    own = layout.texts(count)
+    rows = allgather_object(own, "exact_allreduce.layout", process_set)
+    kind: type[errors.RingjaxError] = errors.Mismatch
+    for rank, row in zip(process_set.ranks, rows, strict=True):
+        pairs = itertools.zip_longest(rows[0], row, fillvalue="no further tensor")
+        for place, (first, other) in enumerate(pairs):
+            if first == other:
+                continue
+            remedy = "pass the same tensors and pieces on all ranks"
+            if place == 0:
+                remedy = "use one version of PyTorch, one kind of CPU, and "
+                remedy += "torch.set_num_threads(1) on all ranks"
+                kind = kind if own[0] == rows[0][0] else errors.InvalidArgument
+            return kind(
+                f"{layout.op}: ranks would compute different bits: rank "
+                f"{process_set.ranks[0]} has {first}, and rank {rank} has {other}; "
+                f"{remedy}"
+            )
+    return kind(f"{layout.op}: the ranks' calls differ")
 
 
 def _largest(pieces: Mapping[int, Piece], tensors: int) -> Array:
@@ -204,7 +264,7 @@ def _run(
             ins,
             outs,
             counts=counts,
-            name=layout.op,
+            name=layout.op.replace("'", ""),  # the core's texts quote the name
             timeout=process_set.limit(),
         )
     except _native.StatusError as error:

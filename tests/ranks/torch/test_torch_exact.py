@@ -132,10 +132,33 @@ def test_pieces_that_are_missing_or_given_twice_are_named(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_ranks_whose_tensors_differ_are_named(world) -> None:
-    wrong = [torch.ones(2 + world.rank)]
-    with raises(Mismatch, "rank 1"):
-        hvd.exact_allreduce({world.rank: wrong}, 2, name="losses")
-    same(hvd.exact_allreduce({world.rank: [torch.ones(2)]}, 2), [torch.ones(2)])
+    one, more = torch.ones(2), torch.ones(2 + world.rank)
+    count, shape = 1 + world.rank, [(3, 2), (2, 3)][world.rank]
+    for tensors, pieces, text in (
+        (
+            [one, more],
+            2,
+            "[2], and rank 1 has tensor 1 of shape [3]",
+        ),
+        (
+            [one] * count,
+            2,
+            "no further tensor, and rank 1 has tensor 1",
+        ),
+        ([torch.ones(2, 3).view(*shape)], 2, "0 has tensor 0 of shape [3, 2], and"),
+        (
+            [one],
+            1 + count,
+            "rank 0 has 2 pieces, and rank 1 has 3",
+        ),
+    ):
+        with raises(Mismatch, text):
+            hvd.exact_allreduce({world.rank: tensors}, pieces, name="losses")
+    model = torch.nn.Linear(3, count)
+    with raises(Mismatch, "rank 0 has the gradient of 'weight' of shape [1, 3], and"):
+        for _ in hvd.ExactGradients(model, 2).pieces():
+            model(torch.ones(3)).sum().backward()
+    same(hvd.exact_allreduce({world.rank: [one]}, 2), [one])  # the job goes on
 
 
 @pytest.mark.ranks(1)
@@ -317,7 +340,7 @@ def test_ranks_that_would_compute_other_bits_are_named(world) -> None:
     exact = hvd.ExactGradients(model, pieces=2)
     torch.set_num_threads(1 + world.rank)
     kind = InvalidArgument if world.rank else Mismatch
-    with pytest.raises(kind, match="rank 0: .* 1 threads; rank 1: .* 2 threads"):
+    with pytest.raises(kind, match="rank 0 has .* 1 threads, and rank 1 has .* 2 th"):
         for _ in exact.pieces():
             model(1).backward()
     torch.set_num_threads(1)
