@@ -33,6 +33,7 @@ class CallTotals:
     moving: float = 0.0
     exposed: float = 0.0
     bus_bytes: float = 0.0
+    faults: int = 0
 
     @classmethod
     def of(cls, sample: Sample) -> CallTotals:
@@ -46,7 +47,7 @@ class CallTotals:
             if process_set == 0
         )
         spent = (sample.waiting, sample.moving, sample.exposed)
-        return cls(sample.calls, *spent, bus_bytes)
+        return cls(sample.calls, *spent, bus_bytes, sample.faults)
 
     @property
     def busbw(self) -> float:

@@ -227,6 +227,7 @@ _RANK_COUNTERS = {
     "wait_seconds": ("Time in which some call waited for ranks.", "totals.waiting"),
     "move_seconds": ("Time in which some call moved data.", "totals.moving"),
     "exposed_seconds": ("Time that overlapping did not hide.", "totals.exposed"),
+    "faults": ("Calls that wrong bits of a rank have spoiled.", "totals.faults"),
     "last": ("Calls in which a rank came last, of those looked at.", "last"),
     "delay_seconds": ("Time that others waited for a rank in those.", "lost"),
 }

@@ -70,6 +70,7 @@ class Sample:
         memory: resident bytes of the process.
         step: seconds of a training step, estimated from repeated calls; 0 if unknown.
         sums: totals by collective, lane and process set.
+        faults: attempts to make a call that wrong bits have spoiled, see ringjax.stats.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class Sample:
     memory: int = 0
     step: float = 0.0
     sums: dict[CollectiveKey, CollectiveSums] = field(default_factory=dict)
+    faults: int = 0
 
     def text(self) -> str:
         """Formats the sample as a line of JSON, without the newline.
@@ -109,7 +111,7 @@ class Sample:
         return json.dumps(message, separators=(",", ":"))
 
 
-_INTEGERS = ("epoch", "calls", "memory")
+_INTEGERS = ("epoch", "calls", "memory", "faults")
 _FLOATS = ("waiting", "moving", "exposed", "step")
 _TEXTS = ("host", "place", "tuned", "fabric")
 _SUMS_INTEGERS = ("calls", "bytes", "failures")

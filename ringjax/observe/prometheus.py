@@ -54,14 +54,16 @@ def _families() -> Iterator[metrics.MetricFamily]:
     world = runtime.current("PrometheusCollector")
     rank_info, recorder = world.rank_info, world.recorder
     waiting, moving = recorder.busy()
+    totals = recorder.totals()
     yield metrics.single_metric(
         "ranks", "gauge", "Ranks of the job now.", rank_info.size
     )
     about = "Which membership of an elastic job it is."
     yield metrics.single_metric("epoch", "gauge", about, world.epoch.number)
-    spent = {"calls": recorder.count, "wait_seconds": waiting, "move_seconds": moving}
-    for name, value in spent.items():
+    counts = {"calls": recorder.count, "wait_seconds": waiting, "move_seconds": moving}
+    counts["faults"] = sum(one["faults"] for one in totals)
+    for name, value in counts.items():
         family = metrics.rank_counter(name)
         family.add(value, rank=rank_info.rank)
         yield family
-    yield from metrics.collective_metrics(sample.sums(recorder.totals()))
+    yield from metrics.collective_metrics(sample.sums(totals))

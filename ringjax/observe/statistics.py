@@ -36,6 +36,9 @@ def stats(*, buckets: bool = False) -> dict[str, Any]:
         JAX's own collectives, by JAX's names (see `recent_calls`). Each collective has:
 
         * ``calls``, ``failures``; ``bytes`` of this rank's tensors
+        * ``faults``: exchanges of exact sums that wrong bits of this rank have spoiled,
+          or of some rank and it is not known which. An exchange is made again once.
+          A machine with faults may be about to fail
         * ``wait_seconds``: from the call (of a named operation, from its submission)
           until all ranks had entered the call; ``most_waited`` is the longest wait
         * ``move_seconds``: from the end of the wait until the result was available; for

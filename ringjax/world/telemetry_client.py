@@ -214,6 +214,7 @@ class TelemetryClient:
         if rank_info.rank == 0:
             self._update_step_estimate()
         waiting, moving = recorder.busy()
+        totals = recorder.totals()
         return Sample(
             rank=rank_info.rank,
             size=rank_info.size,
@@ -230,7 +231,8 @@ class TelemetryClient:
             fabric=fabric.name_of(epoch.config),
             memory=_resident_bytes(),
             step=self._step_seconds if rank_info.rank == 0 else 0.0,
-            sums=sample.sums(recorder.totals()),
+            sums=sample.sums(totals),
+            faults=sum(one["faults"] for one in totals),
         )
 
     def _update_step_estimate(self) -> None:

@@ -43,6 +43,7 @@ def _job(ranks: int = 3) -> str:
             sums = {("allreduce", "named", 0): one, ("allgather", "compiled", 40): one}
             host = 'no"de\\a\n'
             told = Sample(rank, ranks, 2, host, 16, 61.0, 0.5, 0.125, sums=sums)
+            told.faults = rank * int(when)
             aggregator.add_sample(rank, told, when)
     aggregator.spares = [(7, "n1", True), (8, "n1", False), (9, "n2", True)]
     seen = view.make_view(aggregator, window, 2.0)
@@ -64,6 +65,8 @@ def test_prometheuss_own_parser_reads_it() -> None:
     assert {s.labels["host"] for s in info} == {'no"de\\a\n'}
     failures = families["ringjax_collective_failures"]
     assert failures.type == "counter" and failures.samples[0].value == 3
+    faults = families["ringjax_rank_faults"]
+    assert faults.type == "counter" and [s.value for s in faults.samples] == [0, 2, 4]
     waits = families["ringjax_collective_wait_seconds"]
     assert waits.type == "histogram"
     named = [s for s in waits.samples if s.labels["lane"] == "named"]

@@ -45,7 +45,7 @@ def sample_of(rank: int, size: int, calls: int, epoch: int = 0, **more: Any) -> 
 
 def test_a_sample_is_parsed_as_it_was_sent() -> None:
     sent = sample_of(1, 2, 7, 3, waits=[(1, 5, 90), (0, 6, 0)], place='a "b"\n')
-    sent.memory, sent.step, sent.exposed = 1 << 40, 0.25, 1e-9
+    sent.memory, sent.step, sent.exposed, sent.faults = 1 << 40, 0.25, 1e-9, 3
     received = parse_sample(sent.text())
     assert received.place == 'a "b"?'  # safe to print on a terminal
     sent.place = received.place
@@ -69,6 +69,7 @@ GOOD = json.loads(sample_of(0, 2, 3, waits=[(1, 5, 90)]).text())
         {"waiting": math.inf},
         {"waiting": math.nan},
         {"memory": 1 << 70},
+        {"faults": 0.5},
         {"host": 7},
         {"waits": [1, 2]},
         {"waits": [1, 2, "x"]},

@@ -62,6 +62,7 @@ nb::list Sums(const Recorder& self) {
     d["calls"] = t.calls;
     d["bytes"] = t.bytes;
     d["failures"] = t.failures;
+    d["faults"] = t.faults;
     d["wait_seconds"] = t.wait_seconds;
     d["move_seconds"] = t.move_seconds;
     d["most_waited"] = t.most_waited;

@@ -29,7 +29,8 @@ for step in range({STEPS}):
     outs = [np.empty({ELEMENTS}, np.float32), *(x.copy() for x in ins[1:])]
     runtime.communicator().execute(CODE, SUM, ins, outs, counts=[{PIECES}, {ELEMENTS}])
     say("step", step, outs[1][0], outs[2][0], zlib.crc32(outs[0].tobytes()))
-say("end")
+totals = runtime.observed("test").recorder.totals()
+say("faults", *(one["faults"] for one in totals if one["op"] == "exchange"))
 """
 
 
@@ -80,6 +81,8 @@ def test_a_wrong_sum_is_computed_again(start) -> None:
     text = "this rank has added up its part of the sums wrongly"
     assert text in job.errors(2), job.logs()
     assert "this rank has a wrong copy of a part of the mean" in job.errors(1)
+    faults = [job.lines(worker, "faults") for worker in range(4)]
+    assert faults == [[["0"]], [["1"]], [["1"]], [["0"]]]
 
 
 def test_a_rank_whose_sums_have_changed_is_lost(start) -> None:

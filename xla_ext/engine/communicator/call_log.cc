@@ -23,6 +23,12 @@ void CallLog::Count(const Request& request, std::string_view algorithm,
   ++stats.algorithms[algorithm];
 }
 
+void CallLog::CountFault(const Call& call) {
+  const CommunicatorOptions& options = state_.options;
+  if (options.recorder)
+    options.recorder->AddFault({options.process_set, Lane::kCompiled, Name(call.op)});
+}
+
 void CallLog::Succeeded(const Call& call) {
   const auto end = Clock::now();
   Record(call, end, Code::kOk);

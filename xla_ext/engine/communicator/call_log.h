@@ -52,6 +52,8 @@ class CallLog {
   // Adds a request to the statistics, and the route of the request to the event.
   void Count(const Request& request, std::string_view algorithm, std::string_view route,
              uint64_t sent_bytes);
+  // Counts an attempt to make the call that wrong bits have spoiled.
+  void CountFault(const Call& call);
   // Ends a call that has succeeded: calls Record, and updates the statistics and the
   // last call.
   void Succeeded(const Call& call);

@@ -340,13 +340,24 @@ Status CallRunner::RunExchange(const Call& call, Frame* frame, Waiter* waiter) {
     RJ_TRY(TryExchange(&exchange, frame, waiter, &fits));
     if (fits) return exchange.Finish(), OkStatus();
     RJ_TRY(FindDamage(&exchange, *frame, waiter, &blame));
-    if (blame.rank() != state_.rank()) continue;
-    std::fprintf(stderr, "[ringjax %d/%d e%u] %s: this rank %s\n", state_.world_rank(),
-                 state_.size(), state_.options.epoch,
-                 failures_.DescribeCall(call).c_str(), blame.message().c_str());
+    ReportFault(call, blame);
   }
   if (!blame.ok()) return blame;
   return {Code::kInternal, "could not make an exchange whose checksums fit"};
+}
+
+// Warns of a machine that may be about to fail. If no rank is to blame, each rank
+// counts the fault, because each may have caused it, and rank 0 reports it.
+void CallRunner::ReportFault(const Call& call, const Status& blame) const {
+  const bool known = !blame.ok();
+  if (known && blame.rank() != state_.rank()) return;
+  log_.CountFault(call);
+  if (!known && state_.rank() != 0) return;
+  const std::string what = known ? "this rank " + blame.message()
+                                 : "its checksums do not fit, and no rank knows why";
+  std::fprintf(stderr, "[ringjax %d/%d e%u] %s: %s\n", state_.world_rank(),
+               state_.size(), state_.options.epoch,
+               failures_.DescribeCall(call).c_str(), what.c_str());
 }
 
 // Runs all steps of an exchange once. All ranks receive the same `*fits`.

@@ -94,6 +94,7 @@ class CallRunner {
   Status GoesInTiles(const Request& whole, bool* in_tiles);
   Status FindDamage(ExactExchange* exchange, const Frame& frame, Waiter* waiter,
                     Status* blame);
+  void ReportFault(const Call& call, const Status& blame) const;
   Status RunAdasum(Request* request, const Frame& frame, Waiter* waiter);
   // Adds `bytes` bytes of scratch_ to the buffers of the request. Grows scratch_ if
   // necessary.

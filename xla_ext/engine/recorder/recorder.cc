@@ -125,6 +125,11 @@ void Recorder::AddDevice(const Key& key, double seconds) {
   totals_[key].device_seconds += seconds;
 }
 
+void Recorder::AddFault(const Key& key) {
+  std::lock_guard lock(mutex_);
+  ++totals_[key].faults;
+}
+
 void Recorder::AddBytes(const Key& key, uint64_t bytes) {
   std::lock_guard lock(mutex_);
   totals_[key].bytes += bytes;

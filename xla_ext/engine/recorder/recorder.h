@@ -68,6 +68,7 @@ struct Totals {
   using Histogram = std::array<uint64_t, kBuckets>;
 
   uint64_t calls = 0, bytes = 0, failures = 0;
+  uint64_t faults = 0;  // attempts to make a call that wrong bits spoiled
   double wait_seconds = 0, move_seconds = 0;
   double most_waited = 0;     // the longest wait of one call, in seconds
   double device_seconds = 0;  // seconds in which a device moved data
@@ -105,6 +106,9 @@ class Recorder {
   // Adds the bytes of a call for which Add is not called (see
   // CommunicatorOptions::device_index).
   void AddBytes(const Key& key, uint64_t bytes);
+  // Counts an attempt to make a call of `key` that wrong bits of this rank, or perhaps
+  // of this rank, have spoiled.
+  void AddFault(const Key& key);
   std::vector<Event> Latest() const;  // the stored events, oldest first
   // Keeps the latest `capacity` events from now on.
   void SetCapacity(size_t capacity);
