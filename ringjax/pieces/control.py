@@ -6,6 +6,7 @@ says the same to all ranks, even if a rank is lost during the call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,11 @@ class Control(NamedTuple):
         own.present[place.index] = 1
         return own
 
+    def add(self, pieces: Iterable[int]) -> None:
+        """Counts pieces that this rank adds."""
+        for piece in pieces:
+            self.done[piece] += 1
+
     def vote(self, slot: int, checksum: Any) -> None:
         """Sets the checksum of the audited piece, uint32[4], in a slot of `votes`."""
         self.votes[slot] = np.asarray(checksum).view(np.int32)
@@ -67,13 +73,13 @@ class Control(NamedTuple):
         Raises:
             RingjaxError: a piece was added twice in step `number`.
         """
-        twice = np.flatnonzero(self.done > 1).tolist()
-        if twice:
+        done = self.done.tolist()  # numpy takes 30 us for a few numbers
+        if twice := [piece for piece, times in enumerate(done) if times > 1]:
             raise RingjaxError(
                 f"{NAME}: in step {number}, several ranks have added pieces {twice}; "
                 "do all ranks call this step with the same training?"
             )
-        return np.flatnonzero(self.done == 0).tolist()
+        return [piece for piece, times in enumerate(done) if times == 0]
 
 
 def capacity(place: Place) -> int:

@@ -181,7 +181,7 @@ class Programs:
         mean, exponents, again, control = self._sums.exchange(
             acc, training.exponents, extra=control
         )
-        return self._applied(training, mean, exponents), again, control
+        return self._applied(training, mean, exponents), _words(again, control)
 
     def _applied(self, training: Training, mean: Any, exponents: jax.Array) -> Any:
         """Returns the next training, the loss, and aux."""
@@ -233,7 +233,7 @@ class Programs:
         _, again, exponents, mean, control = jax.lax.while_loop(
             lambda carry: carry[1] & (carry[0] < MAX_REPEATS), repeat, start
         )
-        return self._applied(training, mean, exponents), again, control
+        return self._applied(training, mean, exponents), _words(again, control)
 
     def _complete(self, training: Training, data: Any, own: jax.Array) -> Any:
         """Adds and exchanges until all pieces are in the sum, also those of lost ranks.
@@ -282,6 +282,11 @@ class Programs:
     def _shapes_of_piece(self, training: Training, data: Any) -> Any:
         where = jnp.zeros(2, jnp.int32)
         return jax.eval_shape(self._gradients, training, _piece(data, 0), where)
+
+
+def _words(again: Any, control: jax.Array) -> jax.Array:
+    """Returns all that the host reads: whether to repeat the step, then `control`."""
+    return jnp.concatenate([jnp.asarray(again, jnp.int32)[None], control])
 
 
 def _piece(data: Any, piece: jax.Array | int) -> Any:

@@ -103,8 +103,10 @@ class Shares:
             present: for each place, whether its rank took part in the last exchange.
             measured: microseconds of a piece at each place; 0 if there is no new time.
         """
-        self._measure(measured)
         lost = list(present) != self._present
+        if not (lost or any(measured)) and all(self.counts):
+            return  # nothing is new, and no old time has to shrink
+        self._measure(measured)
         self._present = list(present)
         known = [t for t, here in zip(self._microseconds, present, strict=True) if here]
         if not all(known):

@@ -61,6 +61,7 @@ class Step:
         self._plan: object = None
         self._shares = Shares(pieces, 1)
         self._compiled = False
+        self._next: tuple[Any, int] = (None, 0)  # the next step's number
 
     def init(self, params: Any, load: Load, stats: Any = None) -> Training:
         """Returns the state before the first step. All ranks pass equal values.
@@ -103,8 +104,8 @@ class Step:
             RingjaxError, JaxRuntimeError: a rank was lost in a job that is not elastic,
                 or the ranks' calls differ. `training` stays valid.
         """
-        states.check_not_traced(training)
-        number, place = int(training.number), current_place(NAME)
+        states.check_not_traced()
+        number, place = self._number_of(training), current_place(NAME)
         if place.plan is not self._plan or self._programs.several_devices:
             training = self._programs.placed(training)
         if place.plan is not self._plan:
@@ -117,6 +118,7 @@ class Step:
                 (new, loss, aux), again = self._run(training, load, number, place)
             self._compiled = True
             if not again:
+                self._next = new.number, number + 1
                 return new, (loss, aux) if self._has_aux else loss
             training = training._replace(exponents=new.exponents)
         raise RingjaxError(
@@ -134,7 +136,7 @@ class Step:
         audit = self._audit(own, training, number, place)
         if audit.owns:  # the piece comes first: its checksum is that of the sum so far
             todo.remove(audit.piece)
-            own.done[audit.piece] += 1
+            own.add([audit.piece])
             acc = self._add(None, training, load, number, [audit.piece])
             own.vote(0, acc.checksum)
         while True:
@@ -144,15 +146,12 @@ class Step:
             began = time.perf_counter()
             with spent.on("losses") if missing else nullcontext():
                 acc = self._add(acc, training, load, number, todo)
-            own.done[todo] += 1
+            own.add(todo)
             if todo:
                 own.microseconds[place.index] = self._time_of_piece(acc, began, todo)
             # The words are copied: the program may read them after the next change.
-            applied, again, words = self._programs.finish(
-                acc, training, own.words.copy()
-            )
-            again, words = jax.device_get((again, words))
-            total = Control.of(words, self._pieces)
+            applied, words = self._programs.finish(acc, training, own.words.copy())
+            again, total = self._received(words)
             missing = total.missing(number)
             if not audit.judge(total) and not missing:
                 break
@@ -163,7 +162,18 @@ class Step:
                 total.present[:count].tolist(),
                 total.microseconds[:count].tolist(),
             )
-        return applied, bool(again)
+        return applied, again
+
+    def _number_of(self, training: Training) -> int:
+        """Returns the number of the step; reads the array only if it is not known."""
+        array, number = self._next
+        return number if training.number is array else int(training.number)
+
+    def _received(self, words: jax.Array) -> tuple[bool, Control]:
+        """Waits for the words that `finish` and `whole` return."""
+        # They are one array, because the host takes 20 to 80 us to read one.
+        received = np.asarray(words)
+        return bool(received[0]), Control.of(received[1:], self._pieces)
 
     def _audit(
         self, own: Control, training: Training, number: int, place: Place
@@ -218,15 +228,14 @@ class Step:
         loaded = [self._loaded(load, number, piece) for piece in range(self._pieces)]
         data = jax.tree.map(lambda *rows: np.stack(rows), *loaded)
         own = Control.of_rank(self._pieces, place)
-        own.done[pieces_of(place.index, self._shares.counts)] = 1
+        own.add(pieces_of(place.index, self._shares.counts))
         audit = self._audit(own, training, number, place)
         while True:
-            applied, again, words = self._programs.whole(training, data, own.words)
-            again, words = jax.device_get((again, words))
-            total = Control.of(words, self._pieces)
+            applied, words = self._programs.whole(training, data, own.words)
+            again, total = self._received(words)
             total.missing(number)
             if not audit.judge(total):
-                return applied, bool(again)
+                return applied, again
 
     def _loaded(self, load: Load, number: int, piece: int) -> Any:
         data = load(number, piece)

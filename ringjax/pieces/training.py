@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ringjax import runtime
 from ringjax.optim import AllreduceState
+from ringjax.xla import jax_private
 
 NAME = "ringjax.pieces.step"
 KEEP_OUT = (
@@ -74,9 +75,9 @@ def check_groups() -> None:
         )
 
 
-def check_not_traced(training: Any) -> None:
+def check_not_traced() -> None:
     """Refuses a call inside of jit, vmap, grad or scan."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(training)):
+    if jax_private.is_tracing():
         raise TypeError(
             f"{NAME}: called inside of jit, vmap, grad or a loop of JAX, but the step "
             "is a loop of the host: call it outside of compiled functions. For several "

@@ -256,9 +256,14 @@ def _is_transposed(equation: Any, inside_transpose: bool = False) -> bool:
     return any(_is_transposed(e, inside_transpose) for j in inner for e in j.eqns)
 
 
+def is_tracing() -> bool:
+    """Returns True inside of jit, vmap, grad and loops of JAX."""
+    return not _core.trace_state_clean()
+
+
 def in_mesh() -> bool:
     """Returns True if `jax.set_mesh` has set a mesh and no trace is running."""
-    return _core.trace_state_clean() and not jax.sharding.get_abstract_mesh().empty
+    return not is_tracing() and not jax.sharding.get_abstract_mesh().empty
 
 
 # -- lowering --------------------------------------------------------------------------

@@ -195,6 +195,16 @@ def test_gradients_that_grow_repeat_the_step() -> None:
     assert np.isfinite(training.params).all()
 
 
+def test_a_step_can_begin_from_an_older_state() -> None:
+    step = make()
+    first, _ = step(step.init(jnp.zeros(3), load), load)
+    second, loss = step(first, load)
+    step(second, load)
+    again, same = step(first, load)
+    assert int(again.number) == 2 and same == loss
+    assert again.params.tolist() == second.params.tolist()
+
+
 def test_not_finite_gradients_become_nan_and_no_repetition() -> None:
     def broken(params, data, key):
         return loss_of(params["a"], data, key) + jnp.log(params["b"] - 1).sum()
