@@ -34,7 +34,13 @@ def fails(rank: int, how: str) -> None:
     ringjax.barrier()
 
 
-def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
+def broken_warm_up(state: Any) -> None:
+    raise ValueError("boom")
+
+
+def train(
+    folder: str, steps: int, pause: float = 0.02, warm_up: Any = None
+) -> dict[str, Any]:
     """Trains elastically, until step `steps` or until the file `stop` is in the folder.
 
     At each change of its size, a process appends its rank, the size and the time to a
@@ -48,7 +54,7 @@ def train(folder: str, steps: int, pause: float = 0.02) -> dict[str, Any]:
     me = Path(folder, str(os.getpid()))
     sizes: list[tuple[int, int, float]] = []
 
-    @ringjax.elastic.run
+    @ringjax.elastic.run(warm_up=warm_up)
     def loop(state: Any) -> None:
         while state.step < steps:
             mine = np.array([1.0, Path(folder, "stop").exists()])

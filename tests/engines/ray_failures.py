@@ -175,14 +175,42 @@ def test_a_spare_takes_the_place_of_a_lost_worker(
         members = pids(tmp_path, SIZE - 1, 0)
         begin = time.time()
         os.kill(max(members), signal.SIGKILL)
-        wait_for_size(SIZE - 2, tmp_path, begin)
-        back = wait_for_size(SIZE - 1, tmp_path, begin)
-        assert {str(pid) for pid in back} <= started
+        # The spare may join before the next step, so perhaps none has one worker less.
+        joined = wait_for(
+            lambda: pids(tmp_path, SIZE - 1, begin).keys() - members.keys()
+        )
+        assert {str(pid) for pid in joined} <= started
         programs.wait_for_start(tmp_path, SIZE + 1)
     finally:
         Path(tmp_path, "stop").touch()
         job.join(30)
     job.end()
+
+
+def test_three_spares_that_fail_in_a_row_are_enough(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(folder: Path) -> None:
+        results = ringjax.ray.run(
+            programs.train,
+            (str(folder), 10**6),
+            {"warm_up": programs.broken_warm_up},
+            num_workers=(SIZE - 1, SIZE - 1),
+            spares=1,
+            resources_per_worker=NEEDS,
+        )
+        assert len(results) == SIZE - 1
+
+    job = JobThread(lambda: start(tmp_path))
+    try:
+        programs.wait_for_sizes(tmp_path, SIZE - 1, SIZE - 1)
+        gave_up = "no more spares are started: 3 in a row have failed"
+        wait_for(lambda: gave_up in caplog.text)
+    finally:
+        Path(tmp_path, "stop").touch()
+        job.join(30)
+    job.end()
+    assert caplog.text.count("ValueError: boom") == 3
 
 
 def test_a_paused_raylet_does_not_stop_the_job(
