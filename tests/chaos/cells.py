@@ -34,6 +34,7 @@ TRANSPORTS: Mapping[str, dict[str, str]] = {
 LIMIT = 120  # seconds for any wait
 SWEEP_STEPS = 12  # some of them are repeated for the exponents
 ARMED_LATER = 2  # so many of the workers that join later may die at a failpoint
+REPAIRED = ("exact.sum", "exact.result")
 # Failpoints at which workers die, and the passage before which each is likely passed:
 # those of calls, which include the exchanges, and those of losses and joins.
 IN_CALLS = (
@@ -54,6 +55,7 @@ class Cell:
     Attributes:
         failpoints: the text of RINGJAX_FAILPOINTS.
         survivor: the worker that no fault hits before the end.
+        fails: a worker that may end by an error, because its sums have changed.
     """
 
     seed: int
@@ -64,6 +66,7 @@ class Cell:
     spares: int
     failpoints: str
     survivor: int
+    fails: int
 
 
 def draw(seed: int, transports: Sequence[str]) -> Cell:
@@ -79,12 +82,14 @@ def draw(seed: int, transports: Sequence[str]) -> Cell:
             among = IN_CALLS if rng.random() < 0.5 else IN_CHANGES
             point, _, most = rng.choice(among.split()).partition("#")
             points.append(f"{point}=kill@{worker}#{rng.randint(1, int(most))}")
-    # An exchange repairs a flipped bit, also of the survivor.
-    point, bit = rng.choice(("exact.sum", "exact.result")), rng.randrange(10**6)
-    points.append(f"{point}=flip({bit})@{survivor}#{rng.randint(1, 60)}")
-    spares = rng.randrange(2)
-    text = ";".join(points)
-    return Cell(seed, model, ranks, transport, shares, spares, text, survivor)
+    # An exchange repairs a flipped bit, also of the survivor. If it cannot, because the
+    # sums of a worker have changed in its memory, this worker ends by an error.
+    fails = rng.choice([worker for worker in range(ranks) if worker != survivor])
+    for point, worker in (rng.choice(REPAIRED), survivor), ("exact.send", fails):
+        bit, passage = rng.randrange(10**6), rng.randint(1, 60)
+        points.append(f"{point}=flip({bit})@{worker}#{passage}")
+    spares, text = rng.randrange(2), ";".join(points)
+    return Cell(seed, model, ranks, transport, shares, spares, text, survivor, fails)
 
 
 class References:
@@ -127,6 +132,7 @@ def run_cell(
         slots=200,
         arguments=["", cell.model, cell.shares],
         replay=reference.replay,
+        may_fail=[cell.fails],
     )
     rng = random.Random(cell.seed)
     chaos.wait_for_workers(2, LIMIT)
