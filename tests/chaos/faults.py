@@ -432,10 +432,10 @@ def _compare(by_step: dict[int, dict[int, dict[str, Any]]], replay: StepByStep) 
         assert len(set(workers)) == len(workers), f"step {step}: {workers}"
         digest, *others = {line["digest"] for line in here.values()}
         assert not others, f"step {step}: parameters differ between {sorted(here)}"
-        replayed = replay.step(list(workers))
+        replayed, before = replay.step(list(workers)), list(by_step.get(step - 1, ()))
         assert digest == replayed, (
             f"step {step} with workers {workers}: parameters {digest} are not those of "
-            f"one process, {replayed}; step {step - 1}: {list(by_step[step - 1])}"
+            f"one process, {replayed}; step {step - 1}: {before}"
         )
 
 
