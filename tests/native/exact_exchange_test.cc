@@ -66,7 +66,7 @@ std::vector<float> Expected(const std::vector<int>& ranks,
   uint64_t first = 0;
   for (size_t leaf = 0; leaf < sizes.size(); ++leaf) {
     const auto n = static_cast<size_t>(sizes[leaf]);
-    exact::Decode(all.sums.data() + first, n, all.units[leaf], kPieces,
+    exact::Decode(all.sums.data() + first, nullptr, n, first, all.units[leaf], kPieces,
                   all.mean.data() + first);
     first += n;
   }
@@ -177,21 +177,23 @@ TEST(ARankWhoseSumsDoNotFitTheirChecksumIsNamed) {
   }
 }
 
-TEST(AnErrorThatOccursOnceIsRepaired) {
-  for (const char* point : {"exact.sum", "exact.result"}) {
-    for (int bit = 0; bit < 5000; bit += 431) {
-      World world({0, 0, 0});
-      // The ranks are threads, so one of them passes the failpoint first.
-      uint64_t passage = 1;
-      CHECK(ArmFailpoint(point, "flip", bit, passage).ok());
-      const std::vector<float> want = Expected(Ranks(3), {100, 40});
-      world.Each([&](Communicator& c) {
-        Terms terms(c.rank(), {100, 40});
-        CHECK_EQ(c.Run(terms.call()).message(), "");
-        CHECK(terms.mean == want);
-      });
-    }
-  }
+// The ranks are threads, so one of them passes the failpoint first.
+TEST(AnErrorThatOccursOnceIsRepairedAnywhere) {
+  const std::vector<std::vector<int64_t>> kLeaves = {{100, 40}, {70001, 5000}};
+  for (const char* point : {"exact.sum", "exact.result"})
+    for (const size_t tile : {size_t{0}, size_t{4096}, size_t{65536}})
+      for (const auto& sizes : kLeaves) {
+        const std::vector<float> want = Expected(Ranks(3), sizes);
+        World world({0, 0, 0}, "", 4096, 20, tile);
+        for (int bit = 0; bit < 1700000; bit += 311111) {
+          CHECK(ArmFailpoint(point, "flip", bit, 1).ok());
+          world.Each([&](Communicator& c) {
+            Terms terms(c.rank(), sizes);
+            CHECK_EQ(c.Run(terms.call()).message(), "");
+            CHECK(terms.mean == want);
+          });
+        }
+      }
 }
 
 // One worker's part of a job that loses workers.

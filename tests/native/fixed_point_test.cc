@@ -142,19 +142,29 @@ TEST(FixedPointTakesExtremes) {
 TEST(FixedPointMeansAreRoundedFromDouble) {
   std::mt19937_64 draw(6);
   for (size_t n : kSizes) {
-    std::vector<int64_t> sums(n);
-    for (auto& sum : sums) sum = static_cast<int64_t>(draw()) >> (draw() % 63);
+    std::vector<int64_t> sums(n), own(n), more(n);
+    for (size_t i = 0; i < n; ++i) {
+      sums[i] = static_cast<int64_t>(draw()) >> (draw() % 63);
+      more[i] = static_cast<int64_t>(draw()) >> (draw() % 63);
+      own[i] = static_cast<int64_t>(static_cast<uint64_t>(sums[i]) -
+                                    static_cast<uint64_t>(more[i]));
+    }
+    const Checksum checksum = Check(sums.data(), n, 3 * n);
     for (int unit : {kLowestUnit, -50, 0, 60})
       for (int pieces : {1, 3, 12, 2048}) {
         const double factor = std::ldexp(1.0 / pieces, unit);
         for (CpuLevel level : kLevels) {
           const LevelForTests lowered(level);
-          std::vector<float> mean(n);
-          Decode(sums.data(), n, unit, pieces, mean.data());
+          std::vector<float> mean(n), added(n);
+          CHECK(checksum ==
+                Decode(sums.data(), nullptr, n, 3 * n, unit, pieces, mean.data()));
+          CHECK(checksum ==
+                Decode(own.data(), more.data(), n, 3 * n, unit, pieces, added.data()));
           for (size_t i = 0; i < n; ++i) {
             const double wanted = static_cast<double>(sums[i]) * factor;
             const bool normal = std::fabs(wanted) >= std::numeric_limits<float>::min();
             CHECK_EQ(mean[i], static_cast<float>(normal ? wanted : 0));
+            CHECK_EQ(added[i], mean[i]);
           }
         }
       }
@@ -162,18 +172,22 @@ TEST(FixedPointMeansAreRoundedFromDouble) {
 }
 
 TEST(FixedPointDecodesPartsOfLeaves) {
-  std::vector<int64_t> sums(40);
+  std::vector<int64_t> sums(40), halves(40, 9);
   for (size_t i = 0; i < sums.size(); ++i) sums[i] = static_cast<int64_t>(i) - 17;
+  std::vector<int64_t> rest = sums;
+  for (auto& sum : rest) sum -= 9;
   const Leaf leaves[] = {{0, 10, 0}, {10, 0, 5}, {10, 25, 1}, {35, 5, -1}};
   std::vector<float> all(40);
-  DecodeLeaves(sums.data(), 0, 40, leaves, 2, all.data());
+  CHECK(DecodeLeaves(sums.data(), nullptr, 0, 40, leaves, 2, all.data()) ==
+        Check(sums.data(), 40, 0));
   CHECK_EQ(all[0], -8.5f);
   CHECK_EQ(all[10], -7.0f);
   CHECK_EQ(all[39], 5.5f);
   for (size_t first : {0, 3, 10, 20, 34})
     for (size_t n : {0, 1, 5}) {
       std::vector<float> part(n);
-      DecodeLeaves(sums.data() + first, first, n, leaves, 2, part.data());
+      CHECK(DecodeLeaves(halves.data(), rest.data() + first, first, n, leaves, 2,
+                         part.data()) == Check(sums.data() + first, n, first));
       for (size_t i = 0; i < n; ++i) CHECK_EQ(part[i], all[first + i]);
     }
 }

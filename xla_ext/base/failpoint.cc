@@ -75,12 +75,12 @@ Status HitFailpoint(Failpoint point) {
   return OkStatus();
 }
 
-void HitFlip(Failpoint point, void* memory, size_t bytes) {
-  if (bytes == 0) return;
-  for (const Armed& each : Due(point)) {
-    const uint64_t bit = static_cast<uint64_t>(each.number) % (uint64_t{8} * bytes);
-    static_cast<uint8_t*>(memory)[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
-  }
+std::vector<uint64_t> HitFlip(Failpoint point, uint64_t bytes) {
+  std::vector<uint64_t> bits;
+  if (bytes == 0) return bits;
+  for (const Armed& each : Due(point))
+    bits.push_back(static_cast<uint64_t>(each.number) % (8 * bytes));
+  return bits;
 }
 
 }  // namespace ringjax

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 
@@ -27,8 +28,8 @@ enum class Failpoint : uint8_t {
   kDeviceAborted,  // the teardown of a device has begun; no poison word is set
   kExactGradient,  // a gradient is about to be added to an accumulator
   kExactSend,      // values of this rank are about to be sent in an exact exchange
-  kExactSum,       // a chunk of the sums of an exact exchange was formed on this rank
-  kExactResult,    // the mean of an exact exchange is complete on this rank
+  kExactSum,       // this rank decodes its part of the sums of an exact exchange
+  kExactResult,    // this rank receives the means of an exact exchange
 };
 inline constexpr std::string_view kFailpoints[] = {
     "call.agreed",    "call.moving", "call.complete", "call.closed",
@@ -50,14 +51,20 @@ Status ArmFailpoint(std::string_view point, const std::string& action, double nu
 // For AtFailpoint only, which first checks without a lock whether the point is armed.
 Status HitFailpoint(Failpoint point);
 
-// Counts a passage of `point` and flips bits, for FlipAtFailpoint only.
-void HitFlip(Failpoint point, void* memory, size_t bytes);
+// Counts a passage of `point`. Returns the bits that are to be flipped in `bytes` bytes
+// of memory. For FlipAtFailpoint and Flips, which first check whether the point is
+// armed.
+std::vector<uint64_t> HitFlip(Failpoint point, uint64_t bytes);
+
+inline bool IsArmed(Failpoint point) {
+  const uint32_t armed = armed_failpoints.load(std::memory_order_relaxed);
+  return armed >> static_cast<int>(point) & 1;
+}
 
 // Evaluates a failpoint: if a test has armed it, counts a passage and performs the
 // actions that are armed for that passage. Fails if an action fails.
 inline Status AtFailpoint(Failpoint point) {
-  const uint32_t armed = armed_failpoints.load(std::memory_order_relaxed);
-  if (armed >> static_cast<int>(point) & 1) [[unlikely]]
+  if (IsArmed(point)) [[unlikely]]
     return HitFailpoint(point);
   return OkStatus();
 }
@@ -65,9 +72,10 @@ inline Status AtFailpoint(Failpoint point) {
 // Flips bit `number` of `memory`, modulo the number of its bits, for each action "flip"
 // that a test has armed for this passage of `point`, as faulty hardware may do.
 inline void FlipAtFailpoint(Failpoint point, void* memory, size_t bytes) {
-  const uint32_t armed = armed_failpoints.load(std::memory_order_relaxed);
-  if (armed >> static_cast<int>(point) & 1) [[unlikely]]
-    HitFlip(point, memory, bytes);
+  if (!IsArmed(point)) [[likely]]
+    return;
+  for (const uint64_t bit : HitFlip(point, bytes))
+    static_cast<uint8_t*>(memory)[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
 }
 
 }  // namespace ringjax

@@ -57,6 +57,21 @@ struct Found {
   Checksum checksum;
 };
 
+// Returns the checksum of `vectors` vectors whose first element has the place `first`,
+// from the sums that RunningChecksum describes.
+template <size_t lanes, typename Sums>
+RINGJAX_INLINE Checksum TotalOf(const Sums& sums, const Sums& sums_of_sums,
+                                uint64_t vectors, uint64_t first) {
+  Checksum total;
+  for (size_t lane = 0; lane < lanes; ++lane) {
+    const uint64_t sum = sums[lane];
+    const uint64_t later = vectors * sum - sums_of_sums[lane];
+    total.plain += sum;
+    total.weighted += (2 * (first + lane) + 1) * sum + 2 * lanes * later;
+  }
+  return total;
+}
+
 // Adds vectors of elements. The element i of the vectors has the weight 2 i + 1, but 64
 // bits cannot be multiplied fast: adding the sums so far after each vector counts the
 // first vector of T vectors T times, and the last one once.
@@ -66,16 +81,8 @@ struct RunningChecksum {
     sums += elements;
     sums_of_sums += sums;
   }
-  // For `vectors` vectors, whose first element has the place `first`.
   RINGJAX_INLINE Checksum Total(uint64_t vectors, uint64_t first) const {
-    Checksum total;
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      const uint64_t sum = sums[lane];
-      const uint64_t later = vectors * sum - sums_of_sums[lane];
-      total.plain += sum;
-      total.weighted += (2 * (first + lane) + 1) * sum + 2 * kLanes * later;
-    }
-    return total;
+    return TotalOf<kLanes>(sums, sums_of_sums, vectors, first);
   }
 };
 
@@ -249,27 +256,73 @@ RINGJAX_INLINE Checksum CheckAll(const int64_t* sums, size_t n, uint64_t first) 
   return total;
 }
 
+// Sums that are to be decoded: `own`, to which `more` is added if it is not null.
+struct Totals {
+  const int64_t* own;
+  const int64_t* more;
+  size_t n;  // a multiple of kStep
+  double factor;
+  uint64_t first;
+};
+
 // Converts to double like static_cast, also where the CPU has no instruction for it:
 // the doubles 2^84 + 2^63 + high 2^32, and 2^52 + low, are made of bits. Only the last
 // addition rounds.
-RINGJAX_INLINE double ToDouble(int64_t value) {
-  const auto bits = static_cast<uint64_t>(value);
-  const auto high = std::bit_cast<double>((bits >> 32) ^ 0x4530000080000000u);
-  const auto low = std::bit_cast<double>((bits & 0xffffffffu) | 0x4330000000000000u);
-  return (high - (0x1p84 + 0x1p63 + 0x1p52)) + low;
+RINGJAX_INLINE void ToDoubles(const Words& values, Doubles* doubles) {
+  const auto high = reinterpret_cast<Doubles>((values >> 32) ^ 0x4530000080000000u);
+  const auto low =
+      reinterpret_cast<Doubles>((values & 0xffffffffu) | 0x4330000000000000u);
+  *doubles = (high - (0x1p84 + 0x1p63 + 0x1p52)) + low;
 }
 
-RINGJAX_INLINE void DecodeAll(const int64_t* sums, size_t n, double factor,
-                              float* mean) {
-  RINGJAX_VECTOR_LOOP
-  for (size_t i = 0; i < n; ++i) {
-    const double value = ToDouble(sums[i]) * factor;
+// Reads each sum once: the checksum and the mean are made of the same register, and
+// their arithmetic takes no longer than the reads from the memory of another core.
+RINGJAX_INLINE Checksum DecodeTotals(const Totals& t, float* mean) {
+  constexpr double kNormal = std::numeric_limits<float>::min();
+  RunningChecksum checksum;
+  for (size_t i = 0; i < t.n; i += kLanes) {
+    Words sums = *reinterpret_cast<const Words*>(t.own + i);
+    if (t.more) sums += *reinterpret_cast<const Words*>(t.more + i);
+    checksum.Add(sums);
+    Doubles values;
+    ToDoubles(sums, &values);
+    values *= t.factor;
     // A mask selects the result, because a condition would prevent vectorisation.
-    const bool normal = std::fabs(value) >= std::numeric_limits<float>::min();
-    const auto keep = normal ? ~uint64_t{0} : uint64_t{0};
-    const auto kept = std::bit_cast<double>(std::bit_cast<uint64_t>(value) & keep);
-    mean[i] = static_cast<float>(kept);
+    const auto keep = reinterpret_cast<Words>(values >= kNormal) |
+                      reinterpret_cast<Words>(values <= -kNormal);
+    values = reinterpret_cast<Doubles>(reinterpret_cast<Words>(values) & keep);
+    *reinterpret_cast<Floats*>(mean + i) = __builtin_convertvector(values, Floats);
   }
+  return checksum.Total(t.n / kLanes, t.first);
+}
+
+#if defined(__x86_64__)
+[[RINGJAX_V4]] Checksum DecodeTotalsAtV4(const Totals& t, float* mean) {
+  constexpr size_t kWide = 8;
+  const __m512d factor = _mm512_set1_pd(t.factor);
+  const __m512d normal = _mm512_set1_pd(std::numeric_limits<float>::min());
+  __m512i sums = _mm512_setzero_si512(), sums_of_sums = sums;
+  for (size_t i = 0; i < t.n; i += kWide) {
+    __m512i x = _mm512_loadu_si512(t.own + i);
+    if (t.more) x = _mm512_add_epi64(x, _mm512_loadu_si512(t.more + i));
+    sums = _mm512_add_epi64(sums, x);
+    sums_of_sums = _mm512_add_epi64(sums_of_sums, sums);
+    const __m512d value = _mm512_mul_pd(_mm512_cvtepi64_pd(x), factor);
+    const __mmask8 keep = _mm512_cmp_pd_mask(_mm512_abs_pd(value), normal, _CMP_GE_OQ);
+    _mm256_storeu_ps(mean + i, _mm512_maskz_cvtpd_ps(keep, value));
+  }
+  alignas(64) uint64_t lanes[kWide], later[kWide];
+  _mm512_store_si512(lanes, sums);
+  _mm512_store_si512(later, sums_of_sums);
+  return TotalOf<kWide>(lanes, later, t.n / kWide, t.first);
+}
+#endif
+
+Checksum DecodeByLevel(const Totals& t, float* mean) {
+#if defined(__x86_64__)
+  if (Level() == CpuLevel::kV4) return DecodeTotalsAtV4(t, mean);
+#endif
+  return ByLevel<DecodeTotals>(t, mean);
 }
 
 }  // namespace
@@ -311,22 +364,36 @@ Checksum Check(const int64_t* sums, size_t n, uint64_t first) {
   return ByLevel<CheckAll>(sums, n, first);
 }
 
-void Decode(const int64_t* sums, size_t n, int unit, int pieces, float* mean) {
-  const double factor = std::ldexp(1.0 / pieces, unit);
+// Decodes any number of sums: the last few are copied, and zeros behind them.
+Checksum Decode(const int64_t* own, const int64_t* more, size_t n, uint64_t first,
+                int unit, int pieces, float* mean) {
   const FloatMode mode;
-  ByLevel<DecodeAll>(sums, n, factor, mean);
+  const size_t rest = n % kStep, whole = n - rest;
+  const double factor = std::ldexp(1.0 / pieces, unit);
+  Checksum checksum = DecodeByLevel({own, more, whole, factor, first}, mean);
+  if (rest == 0) return checksum;
+  int64_t sums[kStep] = {}, terms[kStep] = {};
+  float means[kStep];
+  std::copy_n(own + whole, rest, sums);
+  if (more) std::copy_n(more + whole, rest, terms);
+  checksum += DecodeByLevel({sums, terms, kStep, factor, first + whole}, means);
+  std::copy_n(means, rest, mean + whole);
+  return checksum;
 }
 
-void DecodeLeaves(const int64_t* sums, uint64_t first, size_t n,
-                  std::span<const Leaf> leaves, int pieces, float* mean) {
+Checksum DecodeLeaves(const int64_t* own, const int64_t* more, uint64_t first, size_t n,
+                      std::span<const Leaf> leaves, int pieces, float* mean) {
   const FloatMode mode;
+  Checksum checksum;
   for (const Leaf& leaf : leaves) {
     const uint64_t begin = std::max(leaf.first, first);
     const uint64_t end = std::min(leaf.first + leaf.n, first + n);
     if (begin >= end) continue;
-    Decode(sums + (begin - first), end - begin, leaf.unit, pieces,
-           mean + (begin - first));
+    const uint64_t at = begin - first;
+    checksum += Decode(own + at, more ? more + at : nullptr, end - begin, begin,
+                       leaf.unit, pieces, mean + at);
   }
+  return checksum;
 }
 
 }  // namespace ringjax::exact

@@ -62,9 +62,12 @@ void AddLeaf(void* values, DType dtype, size_t n, size_t index, int unit, int wi
 
 Checksum Check(const int64_t* sums, size_t n, uint64_t first);
 
-// Writes the sums times 2^unit / pieces: rounded to double, then the product, then to
-// float. Means that would be denormal become 0.
-void Decode(const int64_t* sums, size_t n, int unit, int pieces, float* mean);
+// Adds `more` to `own`, unless `more` is null, and writes the means: the sums times
+// 2^unit / pieces, rounded to double, then the product, then to float. Means that would
+// be denormal become 0. Returns the checksum of the sums; `first` is the place of the
+// first one.
+Checksum Decode(const int64_t* own, const int64_t* more, size_t n, uint64_t first,
+                int unit, int pieces, float* mean);
 
 // One leaf: its elements in the flat array, and its unit.
 struct Leaf {
@@ -72,9 +75,9 @@ struct Leaf {
   int unit = 0;
 };
 
-// Decodes the elements from place `first` on. `leaves` are in the order of their places
-// and cover these elements.
-void DecodeLeaves(const int64_t* sums, uint64_t first, size_t n,
-                  std::span<const Leaf> leaves, int pieces, float* mean);
+// Does the same for the elements from place `first` on. `leaves` are in the order of
+// their places and cover these elements.
+Checksum DecodeLeaves(const int64_t* own, const int64_t* more, uint64_t first, size_t n,
+                      std::span<const Leaf> leaves, int pieces, float* mean);
 
 }  // namespace ringjax::exact

@@ -432,38 +432,56 @@ class ExchangePipeline : public AllreducePipeline {
   }
 
  private:
-  static constexpr uint64_t kMost = kStrip / sizeof(int64_t);  // elements of a strip
+  // Elements that are decoded, or copied out, at a time: their means stay in the L1
+  // cache. The sums need not, because one pass adds, checks and decodes them. Each
+  // strip ends with a fence of the non-temporal stores, so short strips take longer.
+  static constexpr uint64_t kMost = 4096;
 
   void Reduce(uint64_t k) override {
     alignas(64) float decoded[kMost];
-    auto* const sums = reinterpret_cast<int64_t*>(scratch);
     const bool far = segment_.copier().non_temporal();  // see ReduceToOutputAndSlot
     const FloatMode mode;
     const Range tile = Tile(k), part = Part(tile, rank_);
     for (uint64_t at = part.begin; at < part.end;) {
       const uint64_t most = std::min(kMost, part.end - at);
       const Span own = buffers_.in->At(at * width_, most * width_);
-      const uint64_t n = own.bytes / width_;
-      ReduceStrip(scratch, own.data, k, (at - tile.begin) * width_, n);
+      const uint64_t n = own.bytes / width_, offset = (at - tile.begin) * width_;
       auto* const result = reinterpret_cast<float*>(Result(k, part, at));
       float* const means = far ? decoded : result;
-      decoder_->Decode(sums, n, at, means);
+      decoder_->Decode(SumsOfOthers(own.data, k, offset, n), LastTerms(k, offset), n,
+                       at, means);
       Store(means, at, n);
       if (far) CopyNonTemporal(result, means, n * sizeof(float));
       at += n;
     }
   }
 
+  // Adds the terms of all peers but the last one to `own`, and returns the sums. The
+  // decoder adds those of the last one.
+  const int64_t* SumsOfOthers(const void* own, uint64_t k, uint64_t offset,
+                              uint64_t n) const {
+    alignas(64) static thread_local int64_t sums[kMost];
+    for (int i = 1; i < size_ - 1; ++i) {
+      Combine(sums, own, Slot(k, (rank_ + i) % size_) + offset, n, arithmetic_, false,
+              false);
+      own = sums;
+    }
+    return static_cast<const int64_t*>(own);
+  }
+
+  const int64_t* LastTerms(uint64_t k, uint64_t offset) const {
+    const int last = (rank_ + size_ - 1) % size_;
+    return reinterpret_cast<const int64_t*>(Slot(k, last) + offset);
+  }
+
   void CopyOut(uint64_t k) override {
-    auto* const means = reinterpret_cast<float*>(scratch);
     for (int i = 1; i < size_; ++i) {
       const int owner = (rank_ + i) % size_;
       const Range part = Part(Tile(k), owner);
       for (uint64_t at = part.begin; at < part.end; at += kMost) {
         const uint64_t n = std::min(kMost, part.end - at);
-        CopyBytes(scratch, Result(k, part, at), n * sizeof(float));
-        decoder_->Receive(owner, means, n, at);
-        Store(means, at, n);
+        auto* const means = reinterpret_cast<const float*>(Result(k, part, at));
+        Store(decoder_->Receive(owner, means, n, at), at, n);
       }
     }
   }
@@ -651,7 +669,12 @@ Status RunInTiles(const Problem& problem, const Buffers& buffers,
 Status ExchangeInTiles(uint64_t count, const Buffers& buffers,
                        const Arithmetic& arithmetic, SumDecoder* decoder,
                        const Endpoints& endpoints, Waiter* waiter) {
-  return ExchangePipeline(buffers, count, arithmetic, decoder, endpoints, waiter).Run();
+  ExchangePipeline pipeline(buffers, count, arithmetic, decoder, endpoints, waiter);
+  uint64_t sums = 0;
+  for (const PartOfSums& part : pipeline.PartsOf(endpoints.segment->rank()))
+    sums += part.end - part.begin;
+  decoder->Expect(sums, count - sums);
+  return pipeline.Run();
 }
 
 std::vector<PartOfSums> PartsInTiles(uint64_t count, const Arithmetic& arithmetic,

@@ -108,7 +108,6 @@ void ExactExchange::Begin() {
   }
   SealsOf(rank_).given = ReadChecksum(call_.tensors[kChecksum].in);
   SealsOf(rank_).sent = CheckPairs(NumbersOf(rank_), numbers_, EvenPlace());
-  reduces_ = receives_ = false;
 }
 
 Request ExactExchange::Whole() {
@@ -143,14 +142,20 @@ Request ExactExchange::Scatter() {
 
 void ExactExchange::DecodeBlock() {
   const uint64_t first = Start(rank_), n = Count(rank_);
+  Expect(n, count_);
   for (uint64_t at = 0; at < n; at += kDecodedAtOnce)
-    Decode(memory_.block.data() + at, std::min(kDecodedAtOnce, n - at), first + at,
-           mean() + first + at);
+    Decode(memory_.block.data() + at, nullptr, std::min(kDecodedAtOnce, n - at),
+           first + at, mean() + first + at);
 }
 
-void ExactExchange::Decode(int64_t* sums, uint64_t n, uint64_t first, float* means) {
-  if (!std::exchange(reduces_, true))
-    FlipAtFailpoint(Failpoint::kExactSum, sums, n * sizeof *sums);
+void ExactExchange::Expect(uint64_t sums, uint64_t means) {
+  sums_.Start(Failpoint::kExactSum, sums * sizeof(int64_t));
+  means_.Start(Failpoint::kExactResult, means * sizeof(float));
+}
+
+void ExactExchange::Decode(const int64_t* own, const int64_t* more, uint64_t n,
+                           uint64_t first, float* means) {
+  own = static_cast<const int64_t*>(sums_.Next(own, n * sizeof *own));
   const auto in_order = [](const exact::Leaf& leaf, uint64_t place) {
     return leaf.first + leaf.n <= place;
   };
@@ -158,17 +163,17 @@ void ExactExchange::Decode(int64_t* sums, uint64_t n, uint64_t first, float* mea
   const auto to = std::find_if(from, leaves_.end(), [&](const exact::Leaf& leaf) {
     return leaf.first >= first + n;
   });
-  ExchangeMemory::Seals& own = SealsOf(rank_);
-  own.reduced += exact::Check(sums, n, first);
-  exact::DecodeLeaves(sums, first, n, {from, to}, static_cast<int>(call_.rows[0]),
-                      means);
-  own.sent += CheckPairs(means, n, first);
+  ExchangeMemory::Seals& seals = SealsOf(rank_);
+  seals.reduced += exact::DecodeLeaves(own, more, first, n, {from, to},
+                                       static_cast<int>(call_.rows[0]), means);
+  seals.sent += CheckPairs(means, n, first);
 }
 
-void ExactExchange::Receive(int owner, float* means, uint64_t n, uint64_t first) {
-  if (!std::exchange(receives_, true))
-    FlipAtFailpoint(Failpoint::kExactResult, means, n * sizeof *means);
+const float* ExactExchange::Receive(int owner, const float* means, uint64_t n,
+                                    uint64_t first) {
+  means = static_cast<const float*>(means_.Next(means, n * sizeof *means));
   memory_.received[static_cast<size_t>(owner)] += CheckPairs(means, n, first);
+  return means;
 }
 
 // The block of this rank is sent from the memory of the result, so it is not copied.

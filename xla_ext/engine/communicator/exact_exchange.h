@@ -33,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "base/flips.h"
 #include "engine/call/sum_decoder.h"
 #include "engine/communicator/requests.h"
 #include "exact/fixed_point.h"
@@ -76,8 +77,11 @@ class ExactExchange : public SumDecoder {
   // Writes the results that are no means.
   void Finish() const;
 
-  void Decode(int64_t* sums, uint64_t n, uint64_t first, float* means) override;
-  void Receive(int owner, float* means, uint64_t n, uint64_t first) override;
+  void Expect(uint64_t sums, uint64_t means) override;
+  void Decode(const int64_t* own, const int64_t* more, uint64_t n, uint64_t first,
+              float* means) override;
+  const float* Receive(int owner, const float* means, uint64_t n,
+                       uint64_t first) override;
 
   // -- finding the rank to blame after two exchanges that did not fit ---------------
 
@@ -115,7 +119,7 @@ class ExactExchange : public SumDecoder {
   std::vector<exact::Leaf> leaves_;
   // Whether the means of this rank itself were gathered and checked.
   bool owns_copy_ = false;
-  bool reduces_ = false, receives_ = false;  // whether Decode, or Receive, was called
+  Flips sums_, means_;  // the flips in the data that Decode and Receive get
 };
 
 }  // namespace ringjax
