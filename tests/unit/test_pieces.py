@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,6 +205,27 @@ def test_a_step_can_begin_from_an_older_state() -> None:
     again, same = step(first, load)
     assert int(again.number) == 2 and same == loss
     assert again.params.tolist() == second.params.tolist()
+
+
+@pytest.mark.parametrize(
+    ("short", "expected"), [(1e9, [0, 1, 4, 8]), (0.0, list(range(10)))]
+)
+def test_short_pieces_are_measured_in_every_fourth_step(
+    monkeypatch, short, expected
+) -> None:
+    monkeypatch.setattr(sys.modules["ringjax.pieces.step"], "_SHORT", short)
+    step, waits = make(), []
+    training = step.init(jnp.zeros(3), load)
+    wait = step._time_of_piece
+
+    def counted(*arguments):
+        waits.append(int(training.number))
+        return wait(*arguments)
+
+    monkeypatch.setattr(step, "_time_of_piece", counted)
+    for _ in range(10):
+        training, _ = step(training, load)
+    assert waits == expected
 
 
 def test_not_finite_gradients_become_nan_and_no_repetition() -> None:
