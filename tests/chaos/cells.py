@@ -31,7 +31,7 @@ TRANSPORTS: Mapping[str, dict[str, str]] = {
     "tcp": {"RINGJAX_SHM": "0"},
     "tls": {"RINGJAX_SHM": "0", "RINGJAX_TLS": "required"},
 }
-LIMIT = 120  # seconds for any wait
+LIMIT = 200  # seconds for any wait
 SWEEP_STEPS = 12  # some of them are repeated for the exponents
 ARMED_LATER = 2  # so many of the workers that join later may die at a failpoint
 REPAIRED = ("exact.sum", "exact.result")
