@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "rows": (
         {"op": "allgather", "ins": [f32(3)], "outs": [f32(9)], "name": "parts"},
-        ["allgather 'parts'", "row counts"],
+        ["allgather 'parts'", "compiled for another number of ranks"],
     ),
 }
 
