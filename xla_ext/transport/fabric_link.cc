@@ -75,7 +75,7 @@ Result<std::span<std::byte>> FabricLink::Reserve(size_t limit, size_t granularit
 
 Status FabricLink::Commit(size_t bytes) {
   if (bytes > 0) messages_.Send(reserved_, bytes);
-  return messages_.WriteState();
+  return messages_.SendState();
 }
 
 // -- reading ------------------------------------------------------------------------

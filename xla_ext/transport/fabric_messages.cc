@@ -371,9 +371,10 @@ bool FabricMessages::Turn() {
   return any;
 }
 
+Status FabricMessages::SendState() const { return broken_.ok() ? lost_ : broken_; }
+
 Status FabricMessages::WriteState() const {
-  if (!broken_.ok()) return broken_;
-  if (!lost_.ok()) return lost_;
+  if (Status s = SendState(); !s.ok()) return s;
   return bye_ ? PeerClosed() : OkStatus();
 }
 
@@ -411,7 +412,9 @@ void FabricMessages::Break(const Status& why) {
 Result<bool> FabricMessages::Flush() {
   if (!AllSent()) Turn();
   if (broken_.ok() && AllSent()) return true;
-  if (Status s = WriteState(); !s.ok()) return s;
+  // A peer may say bye as soon as it has the last message, which can be before the
+  // provider reports here that the message was sent.
+  if (Status s = SendState(); !s.ok()) return s;
   return false;
 }
 
