@@ -76,7 +76,7 @@ def train(state):
             if hvd.rank() == 0:
                 text = f"step {state.step:4}  {hvd.size()} rank(s)  loss {loss:.4f}"
                 print(text, flush=True)
-        time.sleep(arguments.pause)
+        time.sleep(arguments.pause)  # leaves time to kill a rank
         state.commit()
 
 

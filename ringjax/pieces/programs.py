@@ -117,13 +117,11 @@ class Programs:
             data = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((self._pieces, *x.shape), x.dtype), data
             )
-            text = self.whole.lower(training, data, words).as_text()
-            return _ADDRESS.sub("", text)
+            return _text(self.whole.lower(training, data, words))
         acc = jax.eval_shape(lambda: self._sums.zeros(self._shapes(training, data)))
         where, few = np.zeros(2, np.int32), training._replace(opt_state=None)
-        add = self.add.lower(acc, few, data, where).as_text()
-        text = add + self.finish.lower(acc, training, words).as_text()
-        return _ADDRESS.sub("", text)
+        add = self.add.lower(acc, few, data, where)
+        return _text(add) + _text(self.finish.lower(acc, training, words))
 
     def _shapes(self, training: Training, data: Any) -> Any:
         """Returns the shapes of all that one piece adds."""
@@ -282,6 +280,10 @@ class Programs:
     def _shapes_of_piece(self, training: Training, data: Any) -> Any:
         where = jnp.zeros(2, jnp.int32)
         return jax.eval_shape(self._gradients, training, _piece(data, 0), where)
+
+
+def _text(lowered: jax.stages.Lowered) -> str:
+    return _ADDRESS.sub("", lowered.as_text())
 
 
 def _words(again: Any, control: jax.Array) -> jax.Array:

@@ -50,7 +50,7 @@ IN_CHANGES = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What one elastic job tests.
+    """The model, the ranks and the faults of one elastic job.
 
     Attributes:
         failpoints: the text of RINGJAX_FAILPOINTS.

@@ -1,4 +1,4 @@
-"""The same bits, whatever dies: `python -m chaos.same_bits --seeds 50` in tests/.
+"""Compares jobs with faults with one process: `python -m chaos.same_bits`, in tests/.
 
 `ringjax.pieces.step` must give one SHA-256 of parameters, optimizer state, statistics
 and exponents. The program compares these jobs with one process without ringrun:

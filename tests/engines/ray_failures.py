@@ -70,11 +70,13 @@ def fit(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def training(folder: Path, start: Callable[[Path], None] = run) -> Iterator[JobThread]:
-    """Runs an elastic job with a worker on each node, until the block ends."""
+def training(
+    folder: Path, start: Callable[[Path], None] = run, size: int = SIZE
+) -> Iterator[JobThread]:
+    """Runs an elastic job, which begins with `size` workers, until the block ends."""
     job = JobThread(lambda: start(folder))
     try:
-        programs.wait_for_sizes(folder, SIZE, SIZE)
+        programs.wait_for_sizes(folder, size, size)
         yield job
     finally:
         Path(folder, "stop").touch()
@@ -168,9 +170,7 @@ def test_a_spare_takes_the_place_of_a_lost_worker(
         )
         assert len(results) == SIZE - 1
 
-    job = JobThread(lambda: start(tmp_path))
-    try:
-        programs.wait_for_sizes(tmp_path, SIZE - 1, SIZE - 1)
+    with training(tmp_path, start, SIZE - 1) as job:
         started = programs.wait_for_start(tmp_path, SIZE)
         members = pids(tmp_path, SIZE - 1, 0)
         begin = time.time()
@@ -181,9 +181,6 @@ def test_a_spare_takes_the_place_of_a_lost_worker(
         )
         assert {str(pid) for pid in joined} <= started
         programs.wait_for_start(tmp_path, SIZE + 1)
-    finally:
-        Path(tmp_path, "stop").touch()
-        job.join(30)
     job.end()
 
 
@@ -201,14 +198,9 @@ def test_three_spares_that_fail_in_a_row_are_enough(
         )
         assert len(results) == SIZE - 1
 
-    job = JobThread(lambda: start(tmp_path))
-    try:
-        programs.wait_for_sizes(tmp_path, SIZE - 1, SIZE - 1)
+    with training(tmp_path, start, SIZE - 1) as job:
         gave_up = "no more spares are started: 3 in a row have failed"
         wait_for(lambda: gave_up in caplog.text)
-    finally:
-        Path(tmp_path, "stop").touch()
-        job.join(30)
     job.end()
     assert caplog.text.count("ValueError: boom") == 3
 

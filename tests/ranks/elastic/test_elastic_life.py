@@ -349,7 +349,7 @@ def train(state):
         state.step += 1
         if state.step == 5:
             open(os.environ["SLOTS"], "w").write("localhost:2")
-        time.sleep(0.02)
+        time.sleep(0.02)  # ringrun needs the core to start the second rank
         state.commit()
     return eager.allreduce(np.ones(1), op=ringjax.Sum)[0]
 

@@ -44,7 +44,7 @@ def train(state):
     while state.step < STEPS:
         say("size", state.step, hvd.size())
         while state.step == WAITS_AT and hvd.size() < 2:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the rank that joins needs the core to start
             state.commit()
         losses = {}
         for piece in exact.pieces():
