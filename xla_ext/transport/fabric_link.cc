@@ -74,8 +74,9 @@ Result<std::span<std::byte>> FabricLink::Reserve(size_t limit, size_t granularit
 }
 
 Status FabricLink::Commit(size_t bytes) {
+  // As after TryWrite, the next Reserve or Flush tells that the link is broken.
   if (bytes > 0) messages_.Send(reserved_, bytes);
-  return messages_.SendState();
+  return OkStatus();
 }
 
 // -- reading ------------------------------------------------------------------------

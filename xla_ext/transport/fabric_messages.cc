@@ -371,10 +371,9 @@ bool FabricMessages::Turn() {
   return any;
 }
 
-Status FabricMessages::SendState() const { return broken_.ok() ? lost_ : broken_; }
-
 Status FabricMessages::WriteState() const {
-  if (Status s = SendState(); !s.ok()) return s;
+  if (!broken_.ok()) return broken_;
+  if (!lost_.ok()) return lost_;
   return bye_ ? PeerClosed() : OkStatus();
 }
 
@@ -414,7 +413,8 @@ Result<bool> FabricMessages::Flush() {
   if (broken_.ok() && AllSent()) return true;
   // A peer may say bye as soon as it has the last message, which can be before the
   // provider reports here that the message was sent.
-  if (Status s = SendState(); !s.ok()) return s;
+  if (!broken_.ok()) return broken_;
+  if (!lost_.ok()) return lost_;
   return false;
 }
 

@@ -69,9 +69,8 @@ class FabricMessages final : FabricEndpoint::Owner {
 
   // Lets libfabric work. Returns whether an operation of any link has ended.
   bool Turn();
-  Status SendState() const;   // Whether the messages sent so far can still arrive.
-  Status WriteState() const;  // Whether the peer takes further messages.
-  Status ReadState();         // A reader that has found nothing calls it.
+  Status WriteState() const;
+  Status ReadState();  // A reader that has found nothing calls it.
   // Looks whether the peer is still there, if the last look was long ago.
   void LookAtLifeline();
   // Implements Waitable::Arm for a caller that has found nothing to do.
